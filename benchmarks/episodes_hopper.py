@@ -357,9 +357,7 @@ def measure_exactness(rows: RowFile, options: argparse.Namespace) -> None:
     try:
         cases.synchronise(engine, policy)
         layers = policy.arch.num_layers
-        formats = PackedFormats(
-            training_formats(contract, layers), rollout_formats(contract, layers), 2048, amax_only=True
-        )
+        formats = PackedFormats(training_formats(contract, layers), rollout_formats(contract, layers), 2048)
         objective = Objective(LossConfig(), CorrectionConfig())
         trainer = PackedTrainer(policy.arch, policy.masters, formats, TrainingConfig(), objective, torch.device("cuda"))
         before: list[Episode] | None = None

@@ -209,7 +209,7 @@ def trainer_of(cell: Cell, arch: Architecture, device: torch.device) -> PackedTr
     )
     os.environ.update(required_environment(training))
     sides = (formats(contract, arch.num_layers) for formats in (training_formats, rollout_formats))
-    formats = PackedFormats(*sides, longest=SEQUENCE, amax_only=True)
+    formats = PackedFormats(*sides, longest=SEQUENCE)
     objective = Objective(LossConfig(), CorrectionConfig())
     return PackedTrainer(arch, RandomMasters(arch, device), formats, training, objective, device)
 

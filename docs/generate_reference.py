@@ -3,7 +3,7 @@
     python docs/generate_reference.py
 
 config.md and run.json come from the models of the configuration, cli.md from the parser. The tables of manifest.md and
-the other schemas come from the models of a run's files, those of numerics.md from docstrings and presets.
+the other schemas come from the models of a run's files.
 The measured steps of a plan come from rows of benchmarks. A test fails where one of them is out of date.
 Editors check a configuration file with the schema that its first line names, as those in configs/ do.
 
@@ -13,11 +13,9 @@ with must stay as it is.
 
 import argparse
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -30,7 +28,6 @@ from fp8core.config.schema import file_schema
 from fp8core.models.hub import PUBLISHED
 from fp8core.plan.step_time import MEASURED, SHAPE, time_settings
 from fp8core.resources.memory import GPUS
-from fp8core.rl import alignment_metrics, correction
 from fp8core.rl.presets import PRESETS
 from fp8core.store.ledger import Entry
 from fp8core.store.manifest import StepManifest, StepObservations, StepRecord
@@ -89,7 +86,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "config.md": _CONFIG + _BLOCK.format("settings", config_sections(file_schema())),
         REFERENCE / "cli.md": _CLI + _BLOCK.format("commands", cli_sections(build_parser())),
         MANIFEST: rewritten(MANIFEST.read_text(), {name: fields(model) for name, model in _MANIFEST_MODELS.items()}),
-        NUMERICS: rewritten(NUMERICS.read_text(), numerics_tables()),
+        NUMERICS: rewritten(NUMERICS.read_text(), {"presets": preset_names()}),
     }
 
 
@@ -236,39 +233,6 @@ def _argument(action: argparse.Action) -> str:
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else ""
-
-
-def numerics_tables() -> dict[str, str]:
-    """The parts of numerics.md: tables of docstrings, and the presets."""
-    levels, actions, filters, denominators = map(_list, docstring_rows(correction.__doc__))
-    (metrics,) = docstring_rows(alignment_metrics.__doc__)
-    return {
-        "metrics": "\n".join(_metric(*cells) for cells in metrics[1:]),
-        "levels": levels,
-        "actions": actions,
-        "filters": filters,
-        "denominators": denominators,
-        "presets": preset_names(),
-    }
-
-
-def docstring_rows(text: str | None) -> list[list[list[str]]]:
-    """The fixed-width tables of a docstring as rows of cells; the rule under the header sets where columns end."""
-    found = []
-    for block in re.findall(r"(?:^\|.*\n)+", text or "", re.MULTILINE):
-        header, rule, *lines = block.splitlines()
-        bars = [i for i, character in enumerate(rule) if character == "|"]
-        found.append([[line[a + 1 : b].strip() for a, b in pairwise(bars)] for line in (header, *lines)])
-    return found
-
-
-def _list(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"- `{name}`: {'; '.join(cell for cell in cells if cell != '-')}" for name, *cells in rows[1:])
-
-
-def _metric(name: str, formula: str, ideal: str, estimates: str, systems: str) -> str:
-    notes = [f"ideal {ideal}" if ideal else "", estimates, f"as {systems}" if systems else ""]
-    return f"- `{name}`: `{formula}`" + "".join(f"; {note}" for note in notes if note)
 
 
 def preset_names() -> str:

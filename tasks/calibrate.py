@@ -4,9 +4,9 @@ import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
-from fp8core.numerics.kv_scales import LayerAmax, average_amax
+from fp8core.numerics.kv_scales import average_amax
 from fp8core.run.context import RunContext
-from fp8core.run.scales import covered, read_histograms, store_scales
+from fp8core.run.scales import read_amax, store_scales
 from fp8core.run.scoring import token_batch
 from fp8core.store.artifacts import Ref
 from tasks.step import step
@@ -29,14 +29,14 @@ def calibrate(
     """s_{i+1}: the average over steps of amax in the log-prob pass under v_i, or in a fresh pass under v_{i+1}."""
     store = run.directory.store
     version = store.get_json(next_policy)["version"]
-    previous = [LayerAmax(**layer) for layer in store.get_json(scales)["amax"]]
+    previous = read_amax(store.get_json(scales))
     if run.config.calibration.source == "logprob_pass":
-        current = covered(run.config, read_histograms(store.get_json(kv_statistics)))
+        current = read_amax(store.get_json(kv_statistics))
     else:
         if rollouts is None:
             raise UserError("calibration.source=fresh_pass needs the rollouts: add them to the needs of calibrate")
         table = evenly_spaced(store.get_table(rollouts, ["prompt_tokens", "tokens"]), run.config.calibration.sequences)
-        current = covered(run.config, run.ready_trainer().statistics(token_batch(table)).histograms())
+        current = run.ready_trainer().statistics(token_batch(table)).amax()
     averaged = average_amax(previous, current, run.config.calibration.average)
     return {"next_scales": store_scales(run, version, averaged)}
 

@@ -128,7 +128,7 @@ def update_batch(
     if played is not None:
         batch = replace(batch, observed=observed_tokens(rollouts, played, batch.mask.shape[1]))
     taught = padded(store.get_table(signals.teacher)["logprobs"], torch.float32, 0.0) if signals.teacher else None
-    return replace(batch, teacher_logprobs=taught, draw=(run.config.seed, index)), masking
+    return replace(batch, teacher_logprobs=taught), masking
 
 
 def stored_update(

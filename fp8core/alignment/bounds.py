@@ -180,9 +180,7 @@ def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
     # A turn may have a return above its baseline in an episode whose reward is below the mean.
     by_turn = config.environment is not None and config.environment.advantage == "turn"
     by_rewards = config.loss.policy in SHIPPED_LOSSES and not config.loss.reward_kl and not by_turn
-    # Its penalty has a gradient where a ratio is not 1, in whichever direction that lies.
-    penalised = config.loss.policy == "kl_cov" and ratio != _SAME_RATIO
-    if config.loss.advantage in _GROUP_BASELINES and by_rewards and not (config.loss.distillation.weight or penalised):
+    if config.loss.advantage in _GROUP_BASELINES and by_rewards and not config.loss.distillation.weight:
         limits["reward_slope"] = 0.0
     return limits | (_EQUAL if contract in EQUAL else _NEAR) | ratio
 

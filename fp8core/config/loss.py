@@ -29,28 +29,11 @@ SHIPPED_LOSSES = {
     "cispo": LossTraits(),
     "reinforce": LossTraits(weighted_in_bypass=True),
     "binary_tv": LossTraits(),
-    "clip_cov": LossTraits(),
-    "kl_cov": LossTraits(),
     "geo_mean": LossTraits(by_rows=True),
     "sapo": LossTraits(by_rows=True),
 }
 """By name; `rl.objective` builds them. A loss of a user's own has `OWN_LOSS`."""
 OWN_LOSS = LossTraits()
-
-
-class ClipCovConfig(Section):
-    """Tokens that `clip_cov` leaves out of the loss."""
-
-    share: float = Field(2e-4, gt=0, le=1, description="Largest share of the tokens of an update; one at least.")
-    low: float = Field(1.0, description="Only tokens with a covariance above this are drawn from.")
-    high: float = Field(5.0, description="And below this.")
-
-
-class KlCovConfig(Section):
-    """Tokens that `kl_cov` holds back."""
-
-    share: float = Field(2e-4, gt=0, le=1, description="Share of the tokens of an update; one at least.")
-    weight: float = Field(0.1, ge=0, le=1000, description="Weight of |log r| at these tokens.")
 
 
 class SapoConfig(Section):
@@ -137,8 +120,6 @@ class LossConfig(Section):
         "estimate", description="What the estimate is multiplied by (docs/guides/losses.md)."
     )
     entropy: float = Field(0.0, ge=0, le=100, description="Weight of the entropy bonus, at each written token.")
-    clip_cov: ClipCovConfig = Field(default_factory=ClipCovConfig, description="Of policy=clip_cov.")
-    kl_cov: KlCovConfig = Field(default_factory=KlCovConfig, description="Of policy=kl_cov.")
     sapo: SapoConfig = Field(default_factory=SapoConfig, description="Of policy=sapo.")
     distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="From a teacher.")
 

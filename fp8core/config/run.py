@@ -144,20 +144,10 @@ class CalibrationConfig(Section):
     sequences: int | None = Field(
         None, ge=1, description="Rollouts that source=fresh_pass reads, spread evenly over the step; null for all."
     )
-    statistic: Literal["amax", "percentile"] = Field(
-        "amax", description="Magnitude that scales cover: the largest, or a percentile of the elements."
-    )
-    percentile: float = Field(
-        99.99, ge=50, le=100, description="Of percentile: share of elements that are covered, in percent."
-    )
-    margin: float = Field(2.0, ge=1, le=64, description="Headroom: the scale covers the statistic times margin.")
+    margin: float = Field(2.0, ge=1, le=64, description="Headroom: the scale covers the largest magnitude times this.")
     average: float = Field(
-        0.5, ge=0, lt=1, description="Weight of the previous steps in the moving average of the statistic."
+        0.5, ge=0, lt=1, description="Weight of the previous steps in the moving average of magnitudes."
     )
-
-    @property
-    def covered_percentile(self) -> float:
-        return 100.0 if self.statistic == "amax" else self.percentile
 
 
 class EvaluationConfig(Section):

@@ -12,20 +12,10 @@ _BLOCK = 2048
 
 @triton.jit
 def _adamw_kernel(
-    master: tl.tensor,
-    grad: tl.tensor,
-    first: tl.tensor,
-    second: tl.tensor,
-    count: tl.tensor,
-    gradient_factor: tl.tensor,
-    beta1: tl.tensor,
-    beta2: tl.tensor,
-    kept: tl.tensor,
-    rate: tl.tensor,
-    root: tl.tensor,
-    eps: tl.tensor,
-    block: tl.constexpr,
-) -> None:
+    master: tl.tensor, grad: tl.tensor, first: tl.tensor, second: tl.tensor, count: tl.tensor,
+    gradient_factor: tl.tensor, beta1: tl.tensor, beta2: tl.tensor, kept: tl.tensor, rate: tl.tensor, root: tl.tensor,
+    eps: tl.tensor, block: tl.constexpr,
+) -> None:  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < count
     g = tl.load(grad + at, mask=inside, other=0.0) * gradient_factor

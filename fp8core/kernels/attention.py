@@ -18,7 +18,6 @@ from fp8core.numerics.recipe import AttentionProducts
 
 
 def bf16_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, exact: Bf16Attention) -> Attended:
-    """FlashAttention, whose backward needs its output and log-sum-exp."""
     out, logsumexp = _flash_attention(heads_of(qkv, layout), pack)
     out = out.flatten(1)
     return Attended(out, (out, logsumexp))
@@ -79,7 +78,6 @@ def _bounds(pack: DevicePack) -> tuple[Tensor, Tensor, int, int]:
 def _sequence_attention(
     device: torch.device, layout: HeadLayout, longest: int, products: AttentionProducts
 ) -> SequenceAttention:
-    """One kernel and workspace for all layers, which run one after the other."""
     query_heads, kv_heads, head_dim = layout
     strides = (PAGE * kv_heads * head_dim, kv_heads * head_dim, head_dim, 1)
     shape = torch.Size((1, PAGE, kv_heads, head_dim))

@@ -1,12 +1,9 @@
 """The backward of attention to packed sequences on Hopper: cuDNN's deterministic kernel, or FlashAttention 2's.
 
-Both take the output and the log-sum-exp of any forward. cuDNN computes heads of 64 or 128 channels, where its frontend
-is installed. It needs as much memory as the products of all queries with all keys take in BF16. A pack whose sequences
-take more than `MOST_BYTES` is computed in parts. One with a sequence that takes more alone is left to FlashAttention.
-That depends on lengths alone: a replay takes the same way.
-
-cuDNN builds a graph for a shape in about 40 ms. So packs of one class (`Shape`) share a graph. Sequences of no tokens
-fill the class up.
+Both take the output and the log-sum-exp of any forward. cuDNN, where its frontend is installed, needs as much memory as
+the products of all queries with all keys take in BF16. A pack whose sequences take more than `MOST_BYTES` is computed
+in parts; one with a sequence that takes more alone is left to FlashAttention. That depends on lengths alone: a replay
+takes the same way. cuDNN builds a graph for a shape in about 40 ms, so packs of one class (`Shape`) share a graph.
 """
 
 import math
@@ -25,7 +22,7 @@ from fp8core.numerics.packed import DevicePack, PackedSequences
 from fp8core.numerics.recipe import TILE
 
 MOST_BYTES = 3_000_000_000
-"""Memory that cuDNN may take for one part of a pack, as `Shape.workspace` counts it."""
+"""Memory that cuDNN may take for one part of a pack."""
 _HEAD_DIMS = (64, 128)
 _HOPPER = (9, 0)
 # Its deterministic backward of sequences of different lengths was compared with FP64 there.
@@ -37,13 +34,7 @@ _NO_WEIGHTS = 1e30
 
 
 class Shape(NamedTuple):
-    """A class of packs that one graph computes.
-
-    Attributes:
-        sequences: as many at most, a power of two.
-        longest: tokens of each at most, a multiple of 512.
-        tokens: of all at most: one of eight classes between two powers of two.
-    """
+    """A class of packs that one graph computes: the most sequences, tokens of one, and tokens of all."""
 
     sequences: int
     longest: int
@@ -51,14 +42,13 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "Shape":
-        """The class of sequences of so many tokens, filling of their last pages included."""
         sequences, longest = 1 << (len(lengths) - 1).bit_length(), round_up(max(lengths), _LENGTHS)
         tokens = sum(lengths)
         eighth = max(TILE, 1 << max(0, (tokens - 1).bit_length() - 4))
         return cls(sequences, longest, min(round_up(tokens, eighth), sequences * longest))
 
     def workspace(self, layout: HeadLayout) -> int:
-        """Bytes that cuDNN takes: products in BF16, and in FP32 gradients of K and V by query head and a sum a row."""
+        """Bytes: products in BF16, and in FP32 gradients of K and V by query head and a sum a row."""
         products = 2 * self.sequences * layout.query_heads * self.longest**2
         by_head = 8 * layout.head_dim if layout.query_heads > layout.kv_heads else 0
         return products + self.tokens * layout.query_heads * (by_head + 4)
@@ -73,10 +63,7 @@ class Part(NamedTuple):
 
 @lru_cache(maxsize=8)
 def parts_of(sequences: PackedSequences, layout: HeadLayout) -> list[Part]:
-    """The parts of a pack, each within `MOST_BYTES`; none if one sequence alone is not.
-
-    No part has the pack's own filling, after its last sequence.
-    """
+    """The parts of a pack without its own filling, each within `MOST_BYTES`; none if one sequence alone is not."""
     spans = [span for span, length in zip(sequences.spans, sequences.lengths, strict=True) if length]
     parts = list[Part]()
     begun = list[tuple[int, int]]()
@@ -99,13 +86,9 @@ def _part(spans: Sequence[tuple[int, int]]) -> Part:
 
 
 def attention_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack: DevicePack) -> Heads:
-    """Gradients of Q, K and V.
+    """Gradients of Q, K and V; `grad`, BF16, is zero in the pack's own filling.
 
-    Args:
-        grad: BF16, of the output, of any shape; zero where the pack is filled up after its last sequence.
-        heads: BF16 Q, K and V.
-        saved: the forward's output, of any shape, and its log-sum-exp, FP32 [query_heads, tokens].
-        pack: the sequences.
+    `saved` is the forward's output, and its log-sum-exp, FP32 [query_heads, tokens].
     """
     q, k, _ = heads
     layout = HeadLayout(q.shape[1], k.shape[1], q.shape[2])
@@ -168,7 +151,7 @@ def cudnn_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], parts
 
 @lru_cache(maxsize=32)
 def _places(part: Part, layout: HeadLayout, device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Lengths of the sequences of a class, int32, and where each begins in tensors of `_widths`, int64."""
+    """Lengths of sequences, int32, and where each begins in tensors of `_widths`, int64."""
     starts = torch.tensor(part.starts) - part.starts[0]
     filled = torch.cat((starts, starts[-1:].expand(part.shape.sequences + 1 - len(starts))))
     return filled.diff().int().to(device), tuple((filled * width).to(device) for width in _widths(layout))
@@ -195,10 +178,7 @@ def _handle(device: torch.device) -> Any:
 
 
 class Graph:
-    """cuDNN's backward of one class of packs.
-
-    Its tensors are Q, K, V, the output, its gradient, the log-sum-exps by token, and the gradients of Q, K and V.
-    """
+    """cuDNN's backward of a class of packs: Q, K, V, output, its gradient, log-sum-exps by token, and the gradients."""
 
     def __init__(self, frontend: Any, shape: Shape, layout: HeadLayout, handle: Any | None) -> None:
         self._frontend, self._shape, self._handle = frontend, shape, handle
@@ -240,7 +220,7 @@ class Graph:
         graph.validate()
 
     def plan(self) -> None:
-        """Choose and load the kernels; takes some ten milliseconds."""
+        """Choose and load the kernels."""
         self._graph.build_operation_graph()
         self._graph.create_execution_plans([self._frontend.heur_mode.A])
         self._graph.check_support()
@@ -248,12 +228,10 @@ class Graph:
 
     @property
     def workspace(self) -> int:
-        """Bytes that a call needs."""
         size: int = self._graph.get_workspace_size()
         return size
 
     def __call__(self, tensors: Sequence[Tensor], lengths: Tensor, offsets: Sequence[Tensor]) -> None:
-        """Write the last three tensors; lengths and offsets are those of `_places`."""
         device = lengths.device
         self._frontend.set_stream(handle=self._handle, stream=torch.cuda.current_stream(device).cuda_stream)
         # Released at once, so that all layers take the same memory.
@@ -270,7 +248,6 @@ class Graph:
         return found
 
     def _place(self, heads: int, width: int) -> dict[str, list[int]]:
-        """Sizes and strides of [sequences, heads, tokens, width], where a token's heads lie together."""
         sequences, longest = self._shape.sequences, self._shape.longest
         sizes = [sequences, heads, longest, width]
         return {"dim": sizes, "stride": [longest * heads * width, width, heads * width, 1]}

@@ -1,9 +1,7 @@
 """Compile kernels in parallel, and count those that are kept.
 
-DeepGEMM, Triton and `kernels.cuda` each compile a kernel in the process that first needs it. They keep it in a
-folder for all later processes. DeepGEMM holds Python's lock meanwhile, so threads would not help. Each job here is some
-work on the GPU in a process of its own, which fills the folders. They are filled by atomic renames: two processes that
-compile the same kernel do no harm.
+DeepGEMM, Triton and `kernels.cuda` each compile a kernel in the process that first needs it, and keep it in a folder
+for later ones. DeepGEMM holds Python's lock meanwhile, so each job here is work on the GPU in a process of its own.
 """
 
 import hashlib
@@ -38,19 +36,14 @@ class KernelFolders:
     own: Path
 
     def count(self) -> int:
-        """Results of compilers that are kept, Triton's launchers among them: three lists of names, no file is read."""
         return sum(map(_entries, (self.deep_gemm / "cache", self.triton, self.own)))
 
 
 class Job(NamedTuple):
     """One part of the work, in any process.
 
-    Attributes:
-        name: in words.
-        about: the rest of what decides which kernels it compiles, besides libraries and GPU.
-        folder: where most of its kernels are kept, and a mark that it was done.
-        work: computes on the GPU whatever needs the kernels.
-        arguments: of `work`.
+    `name` and `about` decide which kernels it compiles, besides libraries and GPU. `folder` keeps most of them, and a
+    mark that it was done.
     """
 
     name: str
@@ -60,7 +53,6 @@ class Job(NamedTuple):
     arguments: tuple[Any, ...]
 
     def mark(self, versions: str) -> Path:
-        """The file that exists once it was done with these versions; gone with the folder."""
         digest = hashlib.sha256("\n".join([versions, self.name, self.about]).encode()).hexdigest()
         return self.folder / _MARKS / digest
 
@@ -76,13 +68,8 @@ def run_jobs(
     progress: Callable[[int, int], None],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Do the jobs on all processors, in order; `progress` hears how many of how many are done.
-
-    The processes that compile leave this one idle, and `meanwhile` is done in it.
-
-    Raises:
-        UserError: one of them failed; those that are done stay done.
-    """
+    """Do the jobs on all processors, in order, and `meanwhile` in this process; `progress` hears how many of how many.
+    Raises UserError: a job failed; those that are done stay done."""
     processes = min(len(jobs), len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin) as pool:
         running: dict[Future[None], Job] = {pool.submit(job.work, *job.arguments): job for job in jobs}
@@ -98,7 +85,6 @@ def run_jobs(
 
 
 def _finish(job: Job, future: "Future[None]", versions: str) -> None:
-    """Mark a job as done. Raises UserError: it failed."""
     try:
         future.result()
     except BrokenProcessPool as error:

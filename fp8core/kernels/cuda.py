@@ -1,8 +1,6 @@
-"""CUDA C++ kernels, compiled when they are first used and launched on torch's current stream.
+"""CUDA C++ kernels, compiled by NVRTC, which torch ships, when they are first used, and launched on torch's stream.
 
-NVRTC, which torch ships, compiles them: no build step, no compiler on the machine. The result is kept for later
-processes (`kept_folder`). Only the libraries' documented C interfaces are called. A launch can be captured in a CUDA
-graph.
+The result is kept for later processes (`kept_folder`). A launch can be captured in a CUDA graph.
 """
 
 import ctypes
@@ -24,18 +22,15 @@ _FOLDER = Path(__file__).parent
 
 
 class CudaError(RuntimeError):
-    """A call of NVRTC or of the driver failed; the message names it, and holds the compiler's log if there is one."""
+    """A call of NVRTC or of the driver failed; the message has the compiler's log."""
 
 
 class Kernel:
     """One function of one compiled source, on the device that was current when it was made."""
 
     def __init__(self, name: str, kernel: str, definitions: tuple[tuple[str, int], ...], shared: int) -> None:
-        """Compile and load a `kernel` of the source `name`: CUDA C++ with `extern "C"` kernels, behind attention.cuh.
-
-        `shared`: bytes of dynamic shared memory of a block. Raises CudaError: the source does not compile for this
-        device, or the driver does not load it.
-        """
+        """Compile and load a `kernel` of the source `name`, with `shared` bytes of dynamic shared memory a block.
+        Raises CudaError: the source does not compile for this device, or the driver does not load it."""
         torch.cuda.synchronize()  # Makes torch's context, for the driver to find.
         major, minor = torch.cuda.get_device_capability()
         options = [f"-D{key}={value}" for key, value in definitions] + [f"--gpu-architecture=sm_{major}{minor}a"]
@@ -48,13 +43,7 @@ class Kernel:
         _driver("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared)
 
     def launch(self, grid: Sequence[int], threads: int, arguments: Sequence[Tensor | int | float]) -> None:
-        """Launch on the current stream.
-
-        Args:
-            grid: blocks along x, y and z.
-            threads: of a block.
-            arguments: in the kernel's order; a tensor is its address, an int 64 bits, a float 32 bits.
-        """
+        """Launch on the current stream; of arguments a tensor is its address, an int 64 bits, a float 32 bits."""
         values = [_c_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -85,10 +74,7 @@ def kept_folder() -> Path:
 
 
 def kept_image(folder: Path, name: str, options: Sequence[str]) -> bytes:
-    """The machine code of a source, from a file of the folder or else from NVRTC, whose version is part of the name.
-
-    A file is renamed when it is whole, so that another process never reads a part of it.
-    """
+    """The machine code of a source, from a file of the folder or else from NVRTC, whose version is part of the name."""
     described = [source(name).encode(), nvrtc_version().encode(), *(option.encode() for option in options)]
     # A digest of each, so that no two lists run together.
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in described)).hexdigest()

@@ -1,9 +1,7 @@
-"""Attention of single tokens over a paged FP8 cache on Hopper, in the formats of the contract.
+"""Attention of single tokens over a paged FP8 cache on Hopper (`numerics.attention.decode_attention_reference`).
 
 FlashAttention 3 decodes from an FP8 cache at little more than half of the memory's bandwidth, because FP8 tensor cores
-want V transposed. Decoding is bound by memory, so the kernel widens codes to FP16 instead, which is exact, and
-multiplies with FP32 accumulation. It computes as the contract requires: K and V are E4M3, Q and P are too or have FP16,
-P is scaled by 256 (`numerics.attention.decode_attention_reference`).
+want V transposed. The kernel widens codes to FP16 instead, which is exact, and multiplies with FP32 accumulation.
 
 Nothing depends on the batch: keys are split by their position alone, and parts are merged in their order. So a token
 attends alike whether it is decoded, part of a prompt, or part of a sequence that is scored (`sequence_attention`).
@@ -23,10 +21,7 @@ _WARPS, _TILE = 4, 32
 
 
 class DecodeAttention:
-    """The kernel with its workspace, for one shape of model on one device.
-
-    The workspace is shared by all calls, which must be on one stream.
-    """
+    """The kernel with its workspace, for one shape of model on one device; all calls must be on one stream."""
 
     def __init__(
         self,
@@ -49,10 +44,9 @@ class DecodeAttention:
             strides: of both; the last is 1.
             group: query heads per KV head, at most `LARGEST_GROUP`.
             longest: keys of the longest sequence.
-            queries: that are computed at once, which the workspace grows with; of more, as many at a time.
+            queries: that are computed at once.
             products: what is multiplied, which decides the type of queries (`QUERY_TYPES`).
-            partition: keys that one block of threads goes through, a multiple of 32; None takes what suits `longest`.
-                It decides the order of sums.
+            partition: keys that one block of threads goes through, a multiple of 32; it decides the order of sums.
             resident: blocks of one multiprocessor that registers are shared out for.
             stages: tiles of 32 keys that a warp has in shared memory.
         """
@@ -77,15 +71,10 @@ class DecodeAttention:
         scales: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
     ) -> None:
-        """Write the attention of the queries to their rows of `out`; the other rows stay.
+        """Write the attention of the queries to their rows of `out`, BF16 [tokens, heads, head_dim].
 
-        Args:
-            query: [tokens, heads, head_dim], E4M3 or BF16 by the products.
-            keys: E4M3 [blocks, page, kv_heads, head_dim] of the strides that were given.
-            values: likewise.
-            queries: which tokens, and what they see.
-            scales: of Q (not read in BF16), K and V, FP32 scalars on the device: value = code * scale.
-            out: BF16 [tokens, heads, head_dim].
+        `query` is E4M3 or BF16 [tokens, heads, head_dim], keys and values are E4M3 of the shape and strides that were
+        given. Scales of Q (not read in BF16), K and V are FP32 scalars on the device.
         """
         assert keys.stride() == values.stride() == self._strides
         assert query.stride()[1:] == (self._head_dim, 1)
@@ -101,13 +90,13 @@ class DecodeAttention:
 
 
 shared_decode_attention = cache(DecodeAttention)
-"""The same for equal arguments: one kernel and workspace for all layers, which run one after the other."""
+"""One kernel and workspace for all layers, which run one after the other."""
 
 
 def cache_definitions(
     shape: torch.Size, strides: tuple[int, ...], group: int, partition: int, products: AttentionProducts
 ) -> dict[str, int]:
-    """The macros of both attention kernels for a paged cache; arguments are `DecodeAttention`'s."""
+    """The macros of both attention kernels for a paged cache."""
     _, page, _, head_dim = shape
     assert 1 <= group <= LARGEST_GROUP, group
     assert page % 16 == 0, page

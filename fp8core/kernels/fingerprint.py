@@ -1,7 +1,7 @@
 """The fingerprints of many tensors as one reduction in Triton, equal to those of `fingerprint`.
 
-Every program adds the hashes of up to `_PROGRAM_WORDS` words of one tensor. It adds its two sums to that tensor's,
-modulo 2^64, in any order. A table of addresses makes it one launch for a whole model.
+Every program adds the hashes of up to `_PROGRAM_WORDS` words of one tensor to that tensor's sums, modulo 2^64, in any
+order. A table of addresses makes it one launch for a whole model.
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,9 @@ def _mix(bits: tl.tensor, index: tl.tensor, lane: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _fingerprint_kernel(
-    table: tl.tensor,
-    owners: tl.tensor,
-    sums: tl.tensor,
-    pieces: tl.tensor,
-    program_words: tl.constexpr,
+    table: tl.tensor, owners: tl.tensor, sums: tl.tensor, pieces: tl.tensor, program_words: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     owner = tl.load(owners + tl.program_id(0))
     address = tl.load(table + owner)
     length = tl.load(table + pieces + owner)
@@ -79,10 +75,7 @@ def _fingerprint_kernel(
 
 
 def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> Tensor:
-    """Sums over at least one slice (`numerics.fingerprint.Slice`), all on one GPU: int64 [slices, 2], there.
-
-    A slice that is not contiguous, or not aligned to 16 bytes, is copied first. Raises TypeError for a complex tensor.
-    """
+    """Sums over at least one slice (`numerics.fingerprint.Slice`), all on one GPU: int64 [slices, 2], there."""
     # The pieces keep copies alive until the launch, whose stream then orders what takes their memory.
     pieces = [_aligned(bytes_in_order(tensor)) for tensor in elements]
     return launched(*programs_of(pieces, firsts, ends))
@@ -91,10 +84,8 @@ def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[
 def programs_of(pieces: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> tuple[Tensor, Tensor]:
     """The input of the programs of one launch, for pieces of uint8 [bytes], contiguous and aligned to 16 bytes.
 
-    Returns:
-        table: int64 [5, pieces], each piece's address, length in bytes, first program, first word, and the bytes of the
-            tensor that it ends, -1 where it ends none.
-        owners: int32 [programs], the piece each program belongs to.
+    The table, int64 [5, pieces], has each piece's address, bytes, first program and first word. Its last row has the
+    bytes of the tensor that a piece ends, or -1. The owners, int32 [programs], are the pieces of programs.
     """
     device = pieces[0].device
     assert all(piece.device == device for piece in pieces), "fingerprints of tensors on several devices"
@@ -108,7 +99,6 @@ def programs_of(pieces: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[
 
 
 def launched(table: Tensor, owners: Tensor) -> Tensor:
-    """Enqueue the reduction; int64 [pieces, 2] on the GPU."""
     pieces = table.shape[1]
     sums = torch.zeros(pieces, 2, dtype=torch.int64, device=table.device)
     with torch.cuda.device_of(sums):

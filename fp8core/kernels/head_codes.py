@@ -1,9 +1,7 @@
 """E4M3 codes of Q, K and V under static scales in Triton.
 
-A program has 4 tokens by 1,024 columns of Q, of K or of V. Q that is multiplied in BF16 has no programs for codes and
-values. Each element is read once and written once: three bytes for codes, four for values, six for gradients.
-Quotients are `div.rn`, correctly rounded as torch's are, infinity and subnormals included; nothing is contracted to an
-FMA.
+A program has 4 tokens by 1,024 columns of Q, of K or of V; Q that is multiplied in BF16 has none. Quotients are
+`div.rn`, correctly rounded as torch's are; nothing is contracted to an FMA.
 """
 
 import torch
@@ -30,13 +28,9 @@ def _kind(query_width: tl.tensor, kv_width: tl.tensor, first: tl.tensor, columns
 
 @triton.jit
 def _places(
-    tokens: tl.tensor,
-    query_width: tl.tensor,
-    kv_width: tl.tensor,
-    first: tl.tensor,
-    rows: tl.constexpr,
+    tokens: tl.tensor, query_width: tl.tensor, kv_width: tl.tensor, first: tl.tensor, rows: tl.constexpr,
     columns: tl.constexpr,
-) -> tl.tuple:
+) -> tl.tuple:  # fmt: skip
     """Places in the projection and in the part, both [rows, columns], and which of them exist."""
     kind, block = _kind(query_width, kv_width, first, columns)
     width = tl.where(kind == 0, query_width, kv_width)
@@ -49,21 +43,10 @@ def _places(
 
 @triton.jit
 def _head_codes_kernel(
-    qkv: tl.tensor,
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    q_scale: tl.tensor,
-    k_scale: tl.tensor,
-    v_scale: tl.tensor,
-    tokens: tl.tensor,
-    query_width: tl.tensor,
-    kv_width: tl.tensor,
-    first: tl.tensor,
-    values: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-) -> None:
+    qkv: tl.tensor, q: tl.tensor, k: tl.tensor, v: tl.tensor, q_scale: tl.tensor, k_scale: tl.tensor,
+    v_scale: tl.tensor, tokens: tl.tensor, query_width: tl.tensor, kv_width: tl.tensor, first: tl.tensor,
+    values: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+) -> None:  # fmt: skip
     kind, _block = _kind(query_width, kv_width, first, columns)
     out = q if kind == 0 else (k if kind == 1 else v)
     scale = tl.where(kind == 0, q_scale, tl.where(kind == 1, k_scale, v_scale))
@@ -88,20 +71,10 @@ def _codes_of_scale_tensor_kernel(
 
 @triton.jit
 def _head_gradients_kernel(
-    grad_q: tl.tensor,
-    grad_k: tl.tensor,
-    grad_v: tl.tensor,
-    qkv: tl.tensor,
-    out: tl.tensor,
-    q_limit: tl.tensor,
-    k_limit: tl.tensor,
-    v_limit: tl.tensor,
-    tokens: tl.tensor,
-    query_width: tl.tensor,
-    kv_width: tl.tensor,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-) -> None:
+    grad_q: tl.tensor, grad_k: tl.tensor, grad_v: tl.tensor, qkv: tl.tensor, out: tl.tensor, q_limit: tl.tensor,
+    k_limit: tl.tensor, v_limit: tl.tensor, tokens: tl.tensor, query_width: tl.tensor, kv_width: tl.tensor,
+    rows: tl.constexpr, columns: tl.constexpr,
+) -> None:  # fmt: skip
     kind, _block = _kind(query_width, kv_width, 0, columns)
     grad = grad_q if kind == 0 else (grad_k if kind == 1 else grad_v)
     limit = tl.where(kind == 0, q_limit, tl.where(kind == 1, k_limit, v_limit))
@@ -118,15 +91,7 @@ def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: A
 
 
 def codes_of_scale_tensor(x: Tensor, scale: Tensor) -> Tensor:
-    """E4M3 codes of one tensor under a scale that lies on its device, so that captured graphs read it anew.
-
-    Args:
-        x: BF16 [tokens, ...], of which each token's elements lie one after the other.
-        scale: FP32 [1].
-
-    Returns:
-        E4M3 of the shape of x, contiguous.
-    """
+    """Contiguous E4M3 codes of BF16 [tokens, ...] under a scale, FP32 [1], on its device, which graphs read anew."""
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     tokens, width = len(x), x[:1].numel()
     if tokens:

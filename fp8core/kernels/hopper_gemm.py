@@ -1,9 +1,8 @@
 """GEMMs on Hopper's tensor cores: block-FP8 codes by DeepGEMM or cuBLASLt, and the BF16 output head.
 
 vLLM multiplies with DeepGEMM. A trainer that calls the same kernel gets the same bits, whatever the number of rows. An
-element has one FP32 accumulator, promoted every 128 of the contraction, which is not split. With powers of two as
-scales cuBLASLt's block GEMM gives these bits as well (docs/guides/torch.md), so it stands in where DeepGEMM is not
-installed. DeepGEMM adds a weight's gradient to those of packs before it as it writes; cuBLASLt's product is added.
+element has one FP32 accumulator, promoted every 128 of the contraction. With powers of two as scales cuBLASLt's block
+GEMM gives these bits as well (docs/guides/torch.md) and stands in where DeepGEMM is not installed.
 """
 
 import threading
@@ -78,7 +77,7 @@ def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
 
 @cache
 def deep_gemm() -> Any | None:
-    """DeepGEMM, its own package or the one inside vLLM; vLLM prefers the former as well."""
+    """Its own package or the one inside vLLM."""
     name = _deep_gemm_module()
     return None if name is None else import_module(name)
 
@@ -93,11 +92,8 @@ def _deep_gemm_module() -> str | None:
 
 
 def _deep_gemm_on(device: torch.device) -> Any | None:
-    """DeepGEMM, in a thread that has the context of the device.
-
-    DeepGEMM calls the driver, which looks for a context in the calling thread. A kernel of torch binds one. Where a
-    backward begins with a product, as with a frozen head, its thread has run none before.
-    """
+    """DeepGEMM, in a thread that has the context of the device, which a kernel of torch binds."""
+    # The thread of a backward that begins with a product has run none before.
     library = deep_gemm()
     if library is not None and not getattr(_thread, "has_context", False):
         torch.zeros(1, device=device)

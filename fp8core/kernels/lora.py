@@ -10,17 +10,9 @@ _ROWS, _COLUMNS = 16, 128
 
 @triton.jit
 def _merge_kernel(
-    base: tl.tensor,
-    left: tl.tensor,
-    right: tl.tensor,
-    factor: tl.tensor,
-    merged: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    rank: tl.tensor,
-    block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-) -> None:
+    base: tl.tensor, left: tl.tensor, right: tl.tensor, factor: tl.tensor, merged: tl.tensor, rows: tl.tensor,
+    columns: tl.tensor, rank: tl.tensor, block_rows: tl.constexpr, block_columns: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
     total = tl.zeros((block_rows, block_columns), dtype=tl.float64)

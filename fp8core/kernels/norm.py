@@ -2,22 +2,11 @@
 
 The mean of squares and 1 / rms are FP64, as in the reference. One FMA multiplies an element by 1 / rms as the sum of
 two FP32 numbers: the FP32 inverse and its remainder. Like the FP64 product, that is the correctly rounded FP32 product
-but for a share of about 2^-24, of which BF16 shows 2^-16. The price is two FP32 instructions instead of two conversions
-that run at an eighth of their rate. (An rms above 2^120, whose remainder is below FP32's range, is the exception.)
-
-Nothing is contracted to an FMA that is not written as one, so that the three forms of the forward give the same bits.
-
-What has to move, for N rows of h elements (BF16 is two bytes, a code one):
-
-    add_norm             4 reads and 4 writes an element
-    add_norm_row_codes   4 reads and 3 writes
-    add_norm_codes       4 reads and 3 writes, then 2 reads and 1 write: codes of columns need 128 rows at once, which
-                         do not fit on a multiprocessor whole, so that the sum is read again
-    add_norm_backward    6 reads and 2 writes; one row of partial sums for 32 rows or more
+but for a share of about 2^-24. BF16 shows 2^-16 of it. An rms above 2^120 is an exception. Nothing is contracted to an
+FMA that is not written as one, so that the three forms of the forward give the same bits.
 
 `column_sums` is the second stage of every gradient that all tokens contribute to. The first stage writes one row of
-partial sums for each of its programs. Nothing is added atomically, and the grouping and order of rows depend on the
-shape alone. So a gradient is the same bits every time.
+partial sums for each of its programs. The grouping and order of rows depend on the shape alone.
 """
 
 import torch
@@ -59,7 +48,6 @@ def _column_sums_kernel(
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Sum over the rows of FP32 [rows, columns], contiguous and below 2^31 elements; FP32 [columns]."""
     assert x.is_contiguous()
     assert x.numel() < 2**31
     sums = torch.empty(x.shape[1], device=x.device)
@@ -119,18 +107,9 @@ def _row_inverse(values: tl.tensor, columns: tl.constexpr, eps: tl.constexpr) ->
 
 @triton.jit
 def _add_norm_kernel(
-    x: tl.tensor,
-    added: tl.tensor,
-    weight: tl.tensor,
-    total: tl.tensor,
-    normed: tl.tensor,
-    inverses: tl.tensor,
-    columns: tl.constexpr,
-    eps: tl.constexpr,
-    adds: tl.constexpr,
-    groups: tl.constexpr,
-    group: tl.constexpr,
-) -> None:
+    x: tl.tensor, added: tl.tensor, weight: tl.tensor, total: tl.tensor, normed: tl.tensor, inverses: tl.tensor,
+    columns: tl.constexpr, eps: tl.constexpr, adds: tl.constexpr, groups: tl.constexpr, group: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, groups)[:, None] * group + tl.arange(0, group)[None, :]
     inside, at = column < columns, row * columns + column
@@ -143,22 +122,10 @@ def _add_norm_kernel(
 
 @triton.jit
 def _add_norm_row_codes_kernel(
-    x: tl.tensor,
-    added: tl.tensor,
-    weight: tl.tensor,
-    total: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    inverses: tl.tensor,
-    not_finite: tl.tensor,
-    scale_pitch: tl.tensor,
-    columns: tl.constexpr,
-    eps: tl.constexpr,
-    adds: tl.constexpr,
-    pow2: tl.constexpr,
-    groups: tl.constexpr,
-    group: tl.constexpr,
-) -> None:
+    x: tl.tensor, added: tl.tensor, weight: tl.tensor, total: tl.tensor, codes: tl.tensor, scales: tl.tensor,
+    inverses: tl.tensor, not_finite: tl.tensor, scale_pitch: tl.tensor, columns: tl.constexpr, eps: tl.constexpr,
+    adds: tl.constexpr, pow2: tl.constexpr, groups: tl.constexpr, group: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     left = tl.arange(0, groups)
     column = left[:, None] * group + tl.arange(0, group)[None, :]
@@ -178,14 +145,9 @@ def _add_norm_row_codes_kernel(
 
 @triton.jit
 def _normed_quarter(
-    total: tl.tensor,
-    inverses: tl.tensor,
-    scale: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    rows: tl.tensor,
+    total: tl.tensor, inverses: tl.tensor, scale: tl.tensor, row: tl.tensor, column: tl.tensor, rows: tl.tensor,
     columns: tl.tensor,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     values = tl.load(total + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
     high = tl.load(inverses + rows + row, mask=row < rows, other=0.0)
@@ -195,18 +157,10 @@ def _normed_quarter(
 
 @triton.jit
 def _norm_column_codes_kernel(
-    total: tl.tensor,
-    inverses: tl.tensor,
-    weight: tl.tensor,
-    column_words: tl.tensor,
-    column_scales: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    column_word_pitch: tl.tensor,
-    column_scale_pitch: tl.tensor,
-    pow2: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+    total: tl.tensor, inverses: tl.tensor, weight: tl.tensor, column_words: tl.tensor, column_scales: tl.tensor,
+    rows: tl.tensor, columns: tl.tensor, column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor,
+    pow2: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
     # From the end, of which the sum is still in the L2 cache.
     across, down = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     column, row = quarters_of_tile(across, down, tile)
@@ -215,23 +169,17 @@ def _norm_column_codes_kernel(
     b = _normed_quarter(total, inverses, scale, row + 1, column, rows, columns)
     c = _normed_quarter(total, inverses, scale, row + 2, column, rows, columns)
     d = _normed_quarter(total, inverses, scale, row + 3, column, rows, columns)
-    # fmt: off
     store_columns(
         a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch,
         pow2, tile,
-    )
-    # fmt: on
+    )  # fmt: skip
 
 
 @triton.jit
 def _upstream(
-    grad_normed: tl.tensor,
-    grad_total: tl.tensor,
-    total: tl.tensor,
-    at: tl.tensor,
-    inside: tl.tensor,
+    grad_normed: tl.tensor, grad_total: tl.tensor, total: tl.tensor, at: tl.tensor, inside: tl.tensor,
     adds: tl.constexpr,
-) -> tl.tuple:
+) -> tl.tuple:  # fmt: skip
     direct = tl.load(grad_normed + at, mask=inside, other=0.0)
     around = tl.load(grad_total + at, mask=inside, other=0.0) if adds else direct
     return direct, around, tl.load(total + at, mask=inside, other=0.0)
@@ -239,19 +187,10 @@ def _upstream(
 
 @triton.jit
 def _backward_kernel(
-    grad_normed: tl.tensor,
-    grad_total: tl.tensor,
-    total: tl.tensor,
-    weight: tl.tensor,
-    inverses: tl.tensor,
-    grad: tl.tensor,
-    partial_sums: tl.tensor,
-    rows: tl.tensor,
-    rows_per_program: tl.tensor,
-    columns: tl.constexpr,
-    adds: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    grad_normed: tl.tensor, grad_total: tl.tensor, total: tl.tensor, weight: tl.tensor, inverses: tl.tensor,
+    grad: tl.tensor, partial_sums: tl.tensor, rows: tl.tensor, rows_per_program: tl.tensor, columns: tl.constexpr,
+    adds: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     column = tl.arange(0, block)
     inside = column < columns
     scale = tl.load(weight + column, mask=inside, other=0.0)
@@ -311,31 +250,27 @@ def add_norm_codes(
     (tokens, hidden), pow2 = total.shape, token_columns(columns)
     out = ColumnCodes.empty(tokens, hidden, total.device)
     words = out.words
-    # fmt: off
     with torch.cuda.device_of(total):
         _norm_column_codes_kernel[(triton.cdiv(hidden, TILE), out.scales.shape[0])](
             total, inverses, weight, words, out.scales, tokens, hidden, words.stride(0), out.scales.stride(0),
             pow2, TILE, num_warps=8, maxnreg=_TILE_REGISTERS, enable_fp_fusion=False,
-        )
-    # fmt: on
+        )  # fmt: skip
     return total, by_row, out.result(tokens), inverses[0]
 
 
 def _row_pass(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, grouping: Grouping, not_finite: Tensor
 ) -> tuple[Tensor, Codes, Tensor]:
-    """The sum, the codes of the rows of its norm, and 1 / rms as of `inverse_rms`, FP32 [3, rows]."""
+    """The sum, the codes of its norm, and 1 / rms as of `inverse_rms`, FP32 [3, rows]."""
     x, other, total = _streams(x, added)
     rows, columns = x.shape
     out, groups = RowCodes.empty(rows, columns, x.device), _groups(columns)
     inverses = torch.empty(3, rows, device=x.device)
-    # fmt: off
     with torch.cuda.device_of(x):
         _add_norm_row_codes_kernel[(rows,)](
             x, other, weight, total, *out, inverses, not_finite, out.scales.stride(0), columns, eps,
             added is not None, forward_rows(grouping), groups, TILE, **_options(columns),
-        )
-    # fmt: on
+        )  # fmt: skip
     return total, out.result(), inverses
 
 
@@ -349,13 +284,11 @@ def add_norm_backward(
     rows_per_program = triton.cdiv(rows, _BACKWARD_PROGRAMS)
     partial_sums = torch.empty(triton.cdiv(rows, rows_per_program), columns, device=grad.device)
     block = triton.next_power_of_2(columns)
-    # fmt: off
     with torch.cuda.device_of(grad):
         _backward_kernel[(partial_sums.shape[0],)](
             grad_normed, other, total, weight, inverse, grad, partial_sums, rows, rows_per_program, columns,
             grad_total is not None, block, **_backward_options(block),
-        )
-    # fmt: on
+        )  # fmt: skip
     return grad, column_sums(partial_sums)
 
 

@@ -3,24 +3,19 @@
 What makes the bytes those of the torch reference in `numerics.e4m3`:
 
 - amax keeps NaN (`max.NaN`), and a group whose amax is not finite sets the caller's flag instead of raising.
-- `pow2`: the scale is amax with its exponent changed, in integers. x / 2^k is the product with 2^-k, a normal number
-  for every scale (2^-126 to 2^120).
-- `fp32`: `div.rn` for every quotient would need more instructions than the memory leaves time for. Instead 1 / scale is
-  rounded correctly once per group, and a product with it is corrected twice by its FMA residual. The result is the
-  correctly rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor",
-  1990). amax / 448 is made in the same way. The residual underflows for |x| < 2^-101: below a scale of 2^-60 both are
-  multiplied by 2^64 first. So where it underflows the code is a zero of x's sign.
-- E4M3 comes from `cvt.rn.satfinite`, to nearest even; a quotient exceeds 448 by one unit of FP32 at most. Triton's
-  interpreter, in which the kernels are tested on a CPU, truncates where a GPU rounds; for it the rounding is written
-  out. The choice between the two is made when the module is imported.
+- `pow2`: the scale is amax with its exponent changed, in integers. x / 2^k is the product with 2^-k.
+- `fp32`: `div.rn` for every quotient would take longer than the memory. Instead 1 / scale is rounded correctly once per
+  group. Its product is corrected twice by its FMA residual (Markstein, "Computation of elementary functions on the
+  IBM RISC System/6000 processor", 1990). So is amax / 448. The residual underflows for |x| < 2^-101: below a scale of
+  2^-60 both are multiplied by 2^64 first.
+- E4M3 comes from `cvt.rn.satfinite`, to nearest even. Triton's interpreter, in which the kernels are tested on a CPU,
+  truncates where a GPU rounds; for it the rounding is written out.
 
 Rows and columns are quantised from one read. Each program holds a 128 x 128 tile as four interleaved quarters (rows
-4i, 4i + 1, 4i + 2, 4i + 3). So a thread packs four codes of one column into a word, and the transposition moves words
-instead of bytes.
+4i, 4i + 1, 4i + 2, 4i + 3). So a thread packs four codes of one column into a word, and the transposition moves words.
 
-Scales of rows and columns lie group by group (`[groups, rows]`, padded to 16 bytes), as Hopper's block-scaled GEMMs
-read them. They are returned as the transpose, with values and shape of the reference. Codes of a transpose whose number
-of rows is no multiple of 16 cost a copy.
+Scales lie group by group (`[groups, rows]`, padded to 16 bytes), as Hopper's block-scaled GEMMs read them, and are
+returned as the transpose. Codes of a transpose whose number of rows is no multiple of 16 cost a copy.
 """
 
 from typing import Any, NamedTuple
@@ -126,18 +121,9 @@ def report(not_finite: tl.tensor, amax: tl.tensor) -> None:
 
 @triton.jit
 def store_row_groups(
-    codes: tl.tensor,
-    scales: tl.tensor,
-    not_finite: tl.tensor,
-    values: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    group: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    scale_pitch: tl.tensor,
-    pow2: tl.constexpr,
-) -> None:
+    codes: tl.tensor, scales: tl.tensor, not_finite: tl.tensor, values: tl.tensor, row: tl.tensor, column: tl.tensor,
+    group: tl.tensor, rows: tl.tensor, columns: tl.tensor, scale_pitch: tl.tensor, pow2: tl.constexpr,
+) -> None:  # fmt: skip
     """Quantise a 1 x 128 group a row, with a forward's floor: values FP32 [rows, 128]; `group` counts from the left."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     amax = tl.reduce(tl.abs(values), 1, larger)
@@ -150,15 +136,9 @@ def store_row_groups(
 
 @triton.jit
 def _store_quarter(
-    codes: tl.tensor,
-    values: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    floor: tl.constexpr,
-    pow2: tl.constexpr,
-) -> tl.tensor:
+    codes: tl.tensor, values: tl.tensor, row: tl.tensor, column: tl.tensor, rows: tl.tensor, columns: tl.tensor,
+    floor: tl.constexpr, pow2: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     amax = tl.reduce(tl.abs(values), 1, larger)
     scale, inverse = scale_and_inverse(amax, floor, pow2)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -181,20 +161,10 @@ def quarters_of_tile(across: tl.tensor, down: tl.tensor, tile: tl.constexpr) -> 
 
 @triton.jit
 def store_columns(
-    a: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    d: tl.tensor,
-    across: tl.tensor,
-    down: tl.tensor,
-    column_words: tl.tensor,
-    column_scales: tl.tensor,
-    columns: tl.tensor,
-    column_word_pitch: tl.tensor,
-    column_scale_pitch: tl.tensor,
-    pow2: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, across: tl.tensor, down: tl.tensor, column_words: tl.tensor,
+    column_scales: tl.tensor, columns: tl.tensor, column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor,
+    pow2: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
     """Quantise the quarters a, b, c, d of a tile (FP32 [tile / 4, tile], finite, zero outside) by columns."""
     column, _row = quarters_of_tile(across, down, tile)
     largest = larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
@@ -211,27 +181,11 @@ def store_columns(
 
 @triton.jit
 def store_tile(
-    a: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    d: tl.tensor,
-    across: tl.tensor,
-    down: tl.tensor,
-    row_codes: tl.tensor,
-    row_scales: tl.tensor,
-    column_words: tl.tensor,
-    column_scales: tl.tensor,
-    not_finite: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    row_scale_pitch: tl.tensor,
-    column_word_pitch: tl.tensor,
-    column_scale_pitch: tl.tensor,
-    floor: tl.constexpr,
-    pow2: tl.constexpr,
-    columns_pow2: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, across: tl.tensor, down: tl.tensor, row_codes: tl.tensor,
+    row_scales: tl.tensor, column_words: tl.tensor, column_scales: tl.tensor, not_finite: tl.tensor, rows: tl.tensor,
+    columns: tl.tensor, row_scale_pitch: tl.tensor, column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor,
+    floor: tl.constexpr, pow2: tl.constexpr, columns_pow2: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
     """Quantise quarters a, b, c, d (FP32 [tile / 4, tile], zero outside) by rows (with `floor`) and by columns."""
     column, row = quarters_of_tile(across, down, tile)
     amax_a = _store_quarter(row_codes, a, row, column, rows, columns, floor, pow2)
@@ -244,12 +198,10 @@ def store_tile(
     every_row = down.to(tl.int64) * tile + tl.arange(0, tile)
     tl.store(row_scales + across.to(tl.int64) * row_scale_pitch + every_row, scale, mask=every_row < rows)
     report(not_finite, amax)
-    # fmt: off
     store_columns(
         a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch,
         columns_pow2, tile,
-    )
-    # fmt: on
+    )  # fmt: skip
 
 
 class RowCodes(NamedTuple):
@@ -264,7 +216,6 @@ class RowCodes(NamedTuple):
         return cls(codes, _scales(rows, columns, device))
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Codes [rows, columns] and scales [rows, groups]."""
         return self.codes, self.scales.t()[: self.codes.shape[0]]
 
 
@@ -285,7 +236,6 @@ class ColumnCodes(NamedTuple):
         return self.codes.view(torch.int32)
 
     def result(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Codes [columns, rows] and scales [columns, row groups]; other than multiples of 16 rows cost a copy."""
         return self.codes[:, :rows].contiguous(), self.scales.t()[: self.codes.shape[0]]
 
 
@@ -323,17 +273,9 @@ _REGISTERS = 128
 
 @triton.jit
 def _rows_kernel(
-    x: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    not_finite: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    scale_pitch: tl.tensor,
-    pow2: tl.constexpr,
-    block: tl.constexpr,
-    group: tl.constexpr,
-) -> None:
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, not_finite: tl.tensor, rows: tl.tensor, columns: tl.tensor,
+    scale_pitch: tl.tensor, pow2: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
     column = tl.program_id(0) * group + tl.arange(0, group)
     values = _load(x, row, column, rows, columns)
@@ -342,15 +284,9 @@ def _rows_kernel(
 
 @triton.jit
 def _tiles_kernel(
-    x: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    not_finite: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    pow2: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, not_finite: tl.tensor, rows: tl.tensor, columns: tl.tensor,
+    pow2: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
     column = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -371,34 +307,21 @@ def _load(x: tl.tensor, row: tl.tensor, column: tl.tensor, rows: tl.tensor, colu
 
 @triton.jit
 def _rows_and_columns_kernel(
-    x: tl.tensor,
-    row_codes: tl.tensor,
-    row_scales: tl.tensor,
-    column_words: tl.tensor,
-    column_scales: tl.tensor,
-    not_finite: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    row_scale_pitch: tl.tensor,
-    column_word_pitch: tl.tensor,
-    column_scale_pitch: tl.tensor,
-    floor: tl.constexpr,
-    pow2: tl.constexpr,
-    columns_pow2: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+    x: tl.tensor, row_codes: tl.tensor, row_scales: tl.tensor, column_words: tl.tensor, column_scales: tl.tensor,
+    not_finite: tl.tensor, rows: tl.tensor, columns: tl.tensor, row_scale_pitch: tl.tensor,
+    column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor, floor: tl.constexpr, pow2: tl.constexpr,
+    columns_pow2: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
     across, down = tl.program_id(0), tl.program_id(1)
     column, row = quarters_of_tile(across, down, tile)
     a = _load(x, row, column, rows, columns)
     b = _load(x, row + 1, column, rows, columns)
     c = _load(x, row + 2, column, rows, columns)
     d = _load(x, row + 3, column, rows, columns)
-    # fmt: off
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
         row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, columns_pow2, tile,
-    )
-    # fmt: on
+    )  # fmt: skip
 
 
 def row_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
@@ -440,19 +363,18 @@ def tile_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) ->
 
 
 def forward_rows(grouping: Grouping) -> bool:
-    """True for powers of two: what a kernel is compiled for that quantises rows with a forward's floor."""
+    """True for powers of two."""
     assert (grouping.rows, grouping.columns, grouping.floor) == (1, TILE, AMAX_FLOOR), f"no kernel for {grouping}"
     return grouping.rule == "pow2"
 
 
 def rows_and_columns(rows: Grouping, columns: Grouping) -> tuple[float, bool, bool]:
-    """Floor of the rows, and for each of both whether scales are powers of two: what `store_tile` is compiled for."""
+    """The floor of the rows, and whether scales of rows and columns are powers of two, for `store_tile`."""
     assert (rows.rows, rows.columns) == (1, TILE), f"no kernel for {rows}"
     return rows.floor, rows.rule == "pow2", token_columns(columns)
 
 
 def token_columns(grouping: Grouping) -> bool:
-    """True for powers of two: what `store_columns` is compiled for."""
     assert (grouping.rows, grouping.columns, grouping.floor) == (1, TILE, GRADIENT_FLOOR), f"no kernel for {grouping}"
     return grouping.rule == "pow2"
 

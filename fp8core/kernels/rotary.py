@@ -3,9 +3,6 @@
 A program has 4 tokens by 8 heads of Q, of K or of V. Heads are held as halves, because the rotation pairs an element
 with the one half a head further. Products and sums are FP32, each rounded: nothing is contracted to an FMA that is not
 written as one. The norm is that of `kernels.norm`.
-
-Each element is read and written once, four bytes in all; the tables come from the caches. In the backward it is six,
-and partial sums for the gradients of the norms come on top.
 """
 
 import torch
@@ -79,23 +76,10 @@ def _tables(
 
 @triton.jit
 def _forward_kernel(
-    qkv: tl.tensor,
-    out: tl.tensor,
-    q_norm: tl.tensor,
-    k_norm: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    positions: tl.tensor,
-    tokens: tl.tensor,
-    query_heads: tl.tensor,
-    kv_heads: tl.tensor,
-    eps: tl.constexpr,
-    norms: tl.constexpr,
-    per: tl.constexpr,
-    heads: tl.constexpr,
-    half: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    qkv: tl.tensor, out: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    positions: tl.tensor, tokens: tl.tensor, query_heads: tl.tensor, kv_heads: tl.tensor, eps: tl.constexpr,
+    norms: tl.constexpr, per: tl.constexpr, heads: tl.constexpr, half: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     _head, _stop, kind = _first_head(query_heads, kv_heads, heads)
     start = tl.program_id(1) * per
     token, at, inside, column = _places(start, tokens, query_heads, kv_heads, per, heads, half, block)
@@ -114,26 +98,11 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    grad: tl.tensor,
-    qkv: tl.tensor,
-    out: tl.tensor,
-    q_norm: tl.tensor,
-    k_norm: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    positions: tl.tensor,
-    partial_sums: tl.tensor,
-    tokens: tl.tensor,
-    query_heads: tl.tensor,
-    kv_heads: tl.tensor,
-    steps: tl.tensor,
-    eps: tl.constexpr,
-    norms: tl.constexpr,
-    per: tl.constexpr,
-    heads: tl.constexpr,
-    half: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    grad: tl.tensor, qkv: tl.tensor, out: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor, cos: tl.tensor,
+    sin: tl.tensor, positions: tl.tensor, partial_sums: tl.tensor, tokens: tl.tensor, query_heads: tl.tensor,
+    kv_heads: tl.tensor, steps: tl.tensor, eps: tl.constexpr, norms: tl.constexpr, per: tl.constexpr,
+    heads: tl.constexpr, half: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     _head, _stop, kind = _first_head(query_heads, kv_heads, heads)
     one_sum = tl.zeros([per * heads, block], tl.float32)
     two_sum = tl.zeros([per * heads, block], tl.float32)
@@ -176,13 +145,11 @@ def norm_rotate(
     qkv, positions = qkv.contiguous(), positions.contiguous()
     out, (q_norm, k_norm) = torch.empty_like(qkv), norms or (cos, cos)
     grid = (_head_blocks(layout), triton.cdiv(qkv.shape[0], _TOKENS))
-    # fmt: off
     with torch.cuda.device_of(qkv):
         _forward_kernel[grid](
             qkv, out, q_norm, k_norm, cos, sin, positions, qkv.shape[0], layout.query_heads, layout.kv_heads,
             eps, norms is not None, _TOKENS, _HEADS, *_half(layout), enable_fp_fusion=False,
-        )
-    # fmt: on
+        )  # fmt: skip
     return out
 
 
@@ -202,13 +169,11 @@ def norm_rotate_backward(
     steps = triton.cdiv(grad.shape[0], _TOKENS * _BACKWARD_CHUNKS)
     chunks, query_blocks = triton.cdiv(grad.shape[0], _TOKENS * steps), triton.cdiv(layout.query_heads, _HEADS)
     partial_sums = torch.empty(_head_blocks(layout), chunks, layout.head_dim, device=grad.device)
-    # fmt: off
     with torch.cuda.device_of(grad):
         _backward_kernel[(_head_blocks(layout), chunks)](
             grad, qkv, out, q_norm, k_norm, cos, sin, positions, partial_sums, grad.shape[0], layout.query_heads,
             layout.kv_heads, steps, eps, norms is not None, _TOKENS, _HEADS, *_half(layout), enable_fp_fusion=False,
-        )
-    # fmt: on
+        )  # fmt: skip
     if norms is None:
         return out, None, None
     key_blocks = triton.cdiv(layout.kv_heads, _HEADS)

@@ -26,13 +26,7 @@ _KEYS_AT_ONCE = 65536
 
 
 class Span(NamedTuple):
-    """The last tokens of a sequence, which are side by side in the query.
-
-    Attributes:
-        row: of the query, of the first of them.
-        tokens: how many there are.
-        keys: of the whole sequence; the last token sees them all, each before it sees one less.
-    """
+    """The last `tokens` of a sequence of so many `keys`, which are side by side in the query from `row` on."""
 
     row: int
     tokens: int
@@ -56,7 +50,7 @@ class Batch(NamedTuple):
 def batches(
     spans: Sequence[Span], group: int, longest: int, device: torch.device, partition: int | None = None
 ) -> list[Batch]:
-    """The work of some spans, of which number i has row i of the block table."""
+    """The work of spans; number i has row i of the block table."""
     partition = partition or partition_of(longest)
     lengths = copied(torch.tensor([span.keys for span in spans], dtype=torch.int32), device)
     made, pairs, work = list[Batch](), list[tuple[int, int]](), list[tuple[int, int, int, int]]()
@@ -93,10 +87,7 @@ def _pairs(keys: int, partition: int) -> Iterator[int]:
 
 
 class SequenceAttention:
-    """The kernels with their workspace, for one shape of model on one device.
-
-    The workspace is shared by all calls, which must be on one stream.
-    """
+    """The kernels with their workspace, for one shape of model on one device; all calls must be on one stream."""
 
     def __init__(
         self,
@@ -108,7 +99,7 @@ class SequenceAttention:
         products: AttentionProducts,
         partition: int | None = None,
     ) -> None:
-        """Compile; arguments are `DecodeAttention`'s, of which `longest` and `partition` decide the order of sums."""
+        """Compile; arguments are `DecodeAttention`'s."""
         definitions = cache_definitions(shape, strides, group, partition or partition_of(longest), products)
         self._kv_heads, self._head_dim, self._strides = shape[2], shape[3], strides
         self._query_type = QUERY_TYPES[products]
@@ -133,17 +124,10 @@ class SequenceAttention:
         out: Tensor,
         logsumexp: Tensor | None = None,
     ) -> None:
-        """Write the attention of spans to their rows of `out`; the other rows stay.
+        """Write the attention of spans to their rows of `out`; arguments are those of `DecodeAttention`.
 
-        Args:
-            query: [tokens, heads, head_dim], E4M3 or BF16 by the products.
-            keys: E4M3 [blocks, page, kv_heads, head_dim] of the strides that were given.
-            values: likewise.
-            block_table: int32 [spans, blocks of the longest].
-            work: of `batches`.
-            scales: of Q (not read in BF16), K and V, FP32 scalars on the device: value = code * scale.
-            out: BF16 [tokens, heads, head_dim].
-            logsumexp: FP32 [heads, tokens], of the scaled scores, in nats.
+        `work` is of `batches`, the block table int32 [spans, blocks of the longest], `logsumexp`, FP32 [heads, tokens],
+        of the scaled scores, in nats.
         """
         assert keys.stride() == values.stride() == self._strides
         assert query.stride()[1:] == (self._head_dim, 1)
@@ -165,4 +149,4 @@ class SequenceAttention:
 
 
 shared_sequence_attention = cache(SequenceAttention)
-"""The same for equal arguments: one kernel and workspace for all layers, which run one after the other."""
+"""One kernel and workspace for all layers, which run one after the other."""

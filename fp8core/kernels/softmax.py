@@ -1,9 +1,8 @@
-"""Log-probs of the output head in Triton: nothing but logits is ever written, and log-probs only for the engine.
+"""Log-probs of the output head in Triton.
 
 A program reads one row of logits in blocks and keeps the maximum, the sum of exponentials and their mean exponent. So a
-row's result depends on nothing but the row. Engine and trainer have the same log-prob of a token bit for bit, because
-both subtract the same maximum and the same logarithm. Nothing is contracted to an FMA. Rows must begin on 16 bytes for
-fast loads; from elsewhere they are summed in another order.
+row's result depends on the row alone, and engine and trainer have the same log-prob of a token bit for bit. Nothing is
+contracted to an FMA. Rows must begin on 16 bytes for fast loads; from elsewhere they are summed in another order.
 """
 
 import torch
@@ -194,10 +193,8 @@ def drawn_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, places: Te
 
 
 def _statistics(logits: Tensor, temperature: float) -> tuple[tuple[Tensor, int, int, float], Tensor, Tensor, Tensor]:
-    """The kernels' arguments, and three numbers a row, of x = logits / temperature.
-
-    They are the maximum, the sum of exp(x - maximum), and the sum of exp(x - maximum) * (x - maximum).
-    """
+    """The kernels' arguments, and of x = logits / temperature the maximum, the sum of exp(x - maximum), and that of
+    exp(x - maximum) * (x - maximum) a row."""
     rows, vocabulary = logits.shape
     assert (logits.dtype, logits.stride(1)) == (torch.float32, 1), "logits are rows of FP32"
     given = logits, logits.stride(0), vocabulary, 1.0 / temperature

@@ -1,18 +1,8 @@
 """SwiGLU, its codes and its backward in Triton.
 
 silu is FP32: the exponential is the processor's (a relative error of about 2^-22). BF16 shows that for the few gates
-whose silu lies that close to a boundary of two BF16 numbers. Of all BF16 gates, six lie within 2^-20 of one.
-
-Nothing is contracted to an FMA that is not written as one, so that all forms give the same bits.
-
-What has to move, for N tokens and an intermediate size of m (bytes for each of the N * m pairs of gate and up):
-
-    swiglu                  4 read and 2 written
-    swiglu_row_codes        4 and 1
-    swiglu_codes            4 and 2
-    swiglu_backward         6 and 4
-    swiglu_backward_codes   6 and 4: a program has registers for one tile, so that the tiles of the gate's and of up's
-                            gradient are two programs; they run side by side and the later read is from the L2 cache
+whose silu lies that close to a boundary of two BF16 numbers. Nothing is contracted to an FMA that is not written as
+one, so that all forms give the same bits.
 """
 
 import torch
@@ -89,13 +79,8 @@ def _up_gradient(grad: tl.tensor, gate: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _forward_kernel(
-    gate_up: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    block: tl.constexpr,
-    group: tl.constexpr,
-) -> None:
+    gate_up: tl.tensor, out: tl.tensor, rows: tl.tensor, columns: tl.tensor, block: tl.constexpr, group: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
     column = tl.program_id(0) * group + tl.arange(0, group)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -105,17 +90,9 @@ def _forward_kernel(
 
 @triton.jit
 def _row_codes_kernel(
-    gate_up: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    not_finite: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    scale_pitch: tl.tensor,
-    pow2: tl.constexpr,
-    block: tl.constexpr,
-    group: tl.constexpr,
-) -> None:
+    gate_up: tl.tensor, codes: tl.tensor, scales: tl.tensor, not_finite: tl.tensor, rows: tl.tensor, columns: tl.tensor,
+    scale_pitch: tl.tensor, pow2: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
     column = tl.program_id(0) * group + tl.arange(0, group)
     values = _product(gate_up, row, column, rows, columns).to(tl.float32)
@@ -124,46 +101,28 @@ def _row_codes_kernel(
 
 @triton.jit
 def _codes_kernel(
-    gate_up: tl.tensor,
-    row_codes: tl.tensor,
-    row_scales: tl.tensor,
-    column_words: tl.tensor,
-    column_scales: tl.tensor,
-    not_finite: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    row_scale_pitch: tl.tensor,
-    column_word_pitch: tl.tensor,
-    column_scale_pitch: tl.tensor,
-    floor: tl.constexpr,
-    pow2: tl.constexpr,
-    columns_pow2: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+    gate_up: tl.tensor, row_codes: tl.tensor, row_scales: tl.tensor, column_words: tl.tensor, column_scales: tl.tensor,
+    not_finite: tl.tensor, rows: tl.tensor, columns: tl.tensor, row_scale_pitch: tl.tensor,
+    column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor, floor: tl.constexpr, pow2: tl.constexpr,
+    columns_pow2: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
     across, down = tl.program_id(0), tl.program_id(1)
     column, row = quarters_of_tile(across, down, tile)
     a = _product(gate_up, row, column, rows, columns).to(tl.float32)
     b = _product(gate_up, row + 1, column, rows, columns).to(tl.float32)
     c = _product(gate_up, row + 2, column, rows, columns).to(tl.float32)
     d = _product(gate_up, row + 3, column, rows, columns).to(tl.float32)
-    # fmt: off
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
         row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, columns_pow2, tile,
-    )
-    # fmt: on
+    )  # fmt: skip
 
 
 @triton.jit
 def _backward_kernel(
-    grad: tl.tensor,
-    gate_up: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    block: tl.constexpr,
+    grad: tl.tensor, gate_up: tl.tensor, out: tl.tensor, rows: tl.tensor, columns: tl.tensor, block: tl.constexpr,
     group: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
     column = tl.program_id(0) * group + tl.arange(0, group)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -176,14 +135,9 @@ def _backward_kernel(
 
 @triton.jit
 def _gradient_quarter(
-    grad: tl.tensor,
-    gate_up: tl.tensor,
-    of_up: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    rows: tl.tensor,
+    grad: tl.tensor, gate_up: tl.tensor, of_up: tl.tensor, row: tl.tensor, column: tl.tensor, rows: tl.tensor,
     half: tl.tensor,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     # Both halves are whole tiles: no column is outside.
     inside = (row < rows)[:, None]
     upstream = _load(grad, row[:, None] * half + column[None, :], inside)
@@ -195,23 +149,11 @@ def _gradient_quarter(
 
 @triton.jit
 def _backward_codes_kernel(
-    grad: tl.tensor,
-    gate_up: tl.tensor,
-    row_codes: tl.tensor,
-    row_scales: tl.tensor,
-    column_words: tl.tensor,
-    column_scales: tl.tensor,
-    not_finite: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    row_scale_pitch: tl.tensor,
-    column_word_pitch: tl.tensor,
-    column_scale_pitch: tl.tensor,
-    floor: tl.constexpr,
-    pow2: tl.constexpr,
-    columns_pow2: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+    grad: tl.tensor, gate_up: tl.tensor, row_codes: tl.tensor, row_scales: tl.tensor, column_words: tl.tensor,
+    column_scales: tl.tensor, not_finite: tl.tensor, rows: tl.tensor, columns: tl.tensor, row_scale_pitch: tl.tensor,
+    column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor, floor: tl.constexpr, pow2: tl.constexpr,
+    columns_pow2: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
     of_up, across, down = tl.program_id(0) % 2, tl.program_id(0) // 2, tl.program_id(1)
     column, row = quarters_of_tile(across, down, tile)
     half = columns // 2
@@ -220,12 +162,10 @@ def _backward_codes_kernel(
     c = _gradient_quarter(grad, gate_up, of_up == 1, row + 2, column, rows, half)
     d = _gradient_quarter(grad, gate_up, of_up == 1, row + 3, column, rows, half)
     across += of_up * (half // tile)
-    # fmt: off
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
         row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, columns_pow2, tile,
-    )
-    # fmt: on
+    )  # fmt: skip
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -241,13 +181,11 @@ def swiglu_row_codes(gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = 
     gate_up, tokens, width = _halves(gate_up)
     out = RowCodes.empty(tokens, width, gate_up.device)
     grid, pow2 = (out.scales.shape[0], triton.cdiv(tokens, _ROWS_PER_PROGRAM)), forward_rows(rows)
-    # fmt: off
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
         _row_codes_kernel[grid](
             gate_up, *out, not_finite, tokens, width, out.scales.stride(0), pow2, _ROWS_PER_PROGRAM, TILE,
             enable_fp_fusion=False,
-        )
-    # fmt: on
+        )  # fmt: skip
     return out.result()
 
 
@@ -265,12 +203,10 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     gate_up, rows, columns = _halves(gate_up)
     out = torch.empty_like(gate_up)
     grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, _BACKWARD_ROWS_PER_PROGRAM))
-    # fmt: off
     with torch.cuda.device_of(gate_up):
         _backward_kernel[grid](
             grad.contiguous(), gate_up, out, rows, columns, _BACKWARD_ROWS_PER_PROGRAM, TILE, enable_fp_fusion=False
-        )
-    # fmt: on
+        )  # fmt: skip
     return out
 
 
@@ -293,7 +229,6 @@ _TILE_OPTIONS = {"num_warps": 8, "maxnreg": _TILE_REGISTERS, "enable_fp_fusion":
 
 
 def _halves(gate_up: Tensor) -> tuple[Tensor, int, int]:
-    """Contiguous, its rows and the columns of either half."""
     assert gate_up.dtype == torch.bfloat16
     rows, columns = gate_up.shape
     return gate_up.contiguous(), rows, columns // 2

@@ -1,7 +1,6 @@
 """AdamW's update of one tensor (arXiv 1711.05101, algorithm 2), with moments in FP32 or BF16.
 
-BF16 moments take half the memory (DeepSeek-V3, arXiv 2412.19437, section 3.3.2, keeps them so). This lets 8 billion
-parameters train on one GPU of 141 GB. They are computed in FP32 and rounded to nearest where they are stored.
+BF16 moments (DeepSeek-V3, arXiv 2412.19437, section 3.3.2) are computed in FP32 and rounded to nearest when stored.
 """
 
 import math
@@ -14,19 +13,16 @@ from fp8core.numerics.dispatch import with_kernel
 
 EPS = 1e-8
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
-"""Of the first and the second, as torch names them; parts of names in saved files."""
+"""Of the first and the second, as torch names them."""
 
 
 class AdamWStep(NamedTuple):
     """The numbers of one update.
 
     Attributes:
-        gradient_factor: multiplies the gradient first.
-        beta1, beta2: weights of the old moments.
         kept: what weight decay leaves of the master.
         rate: learning rate over the first moment's bias.
         root: square root of the second moment's bias.
-        eps: added to the root of the second moment.
     """
 
     gradient_factor: float

@@ -5,20 +5,12 @@ quantised to E4M3, and its row sum is taken before that rounding. Both products 
 and the row sum is a sum of fixed-point numbers. So a token's output is the same whether it is decoded alone or scored
 in a full pass, and whatever padding surrounds it.
 
-`fp16_over_fp8_cache` has the same cache and rounds Q and P to FP16: tensor cores get K and V in it anyway. Q has no
-scale, and the row sum is that of the rounded P. Q keeps so many bits below the largest of its row that its product with
-codes is exact. P is at most 1 and a multiple of 2^-24. So P V is exact for 2,340 keys of the largest weight and code
-(2^53 / 2^24 / (448 * 2^9)), and for more where these are smaller.
+`fp16_over_fp8_cache` has the same cache and rounds Q and P to FP16, Q without a scale; the row sum is that of the
+rounded P. Q keeps so many bits below the largest of its row that its product with codes is exact. P is a multiple of
+2^-24, so P V is exact for 2,340 keys of the largest weight and code (2^53 / 2^24 / (448 * 2^9)).
 
-`decode_attention_reference` is what the engines' decode kernel computes (`kernels.decode_attention`): single tokens
-over a paged FP8 cache. The maximum that its P is relative to is rounded up to a power of two. Moving on to a higher
-maximum is then exact. P is rounded to the same value whichever keys were seen before (as long as it is a normal
-number). The largest P is then no power of two any more and is rounded itself. So the row sum is that of the rounded P,
-and a weight that dominates stays exact all the same. FlashAttention, whose largest P is 256, sums before it rounds.
-
-Shapes but for the decode kernel's: q [B, H, Tq, d]; k, v [B, H_kv, Tk, d]; mask bool [B, 1, Tq, Tk]. The mask is True
-where a query may look. Every query must be allowed at least one key, and masked values must be finite too. Output FP32
-[B, H, Tq, d].
+Shapes but for the decode kernel's: q and output [B, H, Tq, d]; k, v [B, H_kv, Tk, d]; mask bool [B, 1, Tq, Tk].
+The mask is true where a query may look, at one key at least, and masked values are finite. The output is FP32.
 """
 
 import math
@@ -43,7 +35,7 @@ from fp8core.numerics.recipe import AttentionProducts
 HEAD_DIMS = (64, 128)
 """Of the decode kernel."""
 LARGEST_GROUP = 8
-"""Query heads per KV head of the decode kernel: more do not fit a fragment's columns."""
+"""Query heads per KV head of the decode kernel."""
 QUERY_TYPES: dict[AttentionProducts, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "fp16_over_fp8_cache": torch.bfloat16,
@@ -52,7 +44,6 @@ QUERY_TYPES: dict[AttentionProducts, torch.dtype] = {
 
 
 def decode_kernel_takes(head_dim: int, group: int) -> bool:
-    """True for heads that the decode kernel computes, `group` of Q for one of K and V."""
     return head_dim in HEAD_DIMS and group <= LARGEST_GROUP
 
 
@@ -67,9 +58,7 @@ class AttentionFormat(Protocol):
 
     name: str
 
-    def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]:
-        """K and V as the cache holds them."""
-        ...
+    def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]: ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor: ...
 
@@ -111,16 +100,18 @@ FP8_CACHE_FORMS: dict[str, AttentionFormat] = {
 """Formats over an FP8 cache, which need scales, by their products."""
 
 
-class Bf16Attention:
+class _Unquantised:
+    def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]:
+        return k.double(), v.double()
+
+
+class Bf16Attention(_Unquantised):
     """BF16 cache, FP64 accumulation; P is rounded to BF16, as FlashAttention does, or as said."""
 
     name = "bf16"
 
     def __init__(self, weights: Rounding = round_to_bf16) -> None:
         self._weights = weights
-
-    def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]:
-        return k.double(), v.double()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
         p, row_sum = _weights(_scores(q.double(), k, mask, 1.0))
@@ -147,29 +138,20 @@ class _ExactFp32(torch.autograd.Function):
         return by_q, by_k, by_v, None
 
 
-class ExactFp32Attention:
-    """FP32 as a side of a contract: nothing is rounded below FP32, and no order of summation shows.
-
-    The backward is that of `Fp32Attention`.
-    """
+class ExactFp32Attention(_Unquantised):
+    """Nothing is rounded below FP32, and no order of summation shows; the backward is that of `Fp32Attention`."""
 
     name = "fp32"
-
-    def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]:
-        return k.double(), v.double()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
         out: Tensor = _ExactFp32.apply(q.double(), k, v, mask)  # type: ignore[no-untyped-call]
         return out
 
 
-class Fp32Attention:
+class Fp32Attention(_Unquantised):
     """The reference mode: nothing is rounded below FP32; sums run in FP64, in an order that depends on the batch."""
 
     name = "fp32"
-
-    def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]:
-        return k.double(), v.double()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
         p, row_sum = _weights(_scores(q.double(), k, mask, 1.0))
@@ -185,13 +167,12 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def _weights(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(score - row maximum) and its row sum, which is exact because its terms are fixed-point."""
+    """exp(score - row maximum), and its row sum of fixed-point terms, which is exact."""
     p = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
     return p, to_fixed_point(p, _SUM_BITS).sum(-1, keepdim=True)
 
 
 def _per_query_head(p: Tensor, v: Tensor) -> Tensor:
-    """P @ V for grouped-query attention: [B, H, Tq, Tk] and [B, H_kv, Tk, d] to [B, H, Tq, d]."""
     batch, heads, queries, keys = p.shape
     return (p.reshape(batch, v.shape[1], -1, keys) @ v).view(batch, heads, queries, v.shape[-1])
 
@@ -201,7 +182,7 @@ class Queries(NamedTuple):
 
     Attributes:
         block_table: [queries, blocks of the longest].
-        starts: [queries + 1], the first token of each; one that does not have exactly one token is left out.
+        starts: [queries + 1], the first token of each; one without exactly one token is left out.
         lengths: [queries], the keys each sees, its own counted; 0 gives zeros.
     """
 
@@ -217,9 +198,11 @@ def decode_attention_reference(
     queries: Queries,
     scales: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """The kernel's result for queries that are all tokens in their order, with its roundings, but not the one to BF16.
+    """The result of the engines' decode kernel (`kernels.decode_attention`) before it is rounded to BF16: single tokens
+    over a paged FP8 cache, FP64 [tokens, heads, head_dim].
 
-    FP64 [tokens, heads, head_dim], on any device. The products are those that the query's type belongs to.
+    The maximum that P is relative to is rounded up to a power of two, so that moving on to a higher one is exact. The
+    row sum is that of the rounded P, so that a weight that dominates stays exact.
     """
     q_scale, k_scale, v_scale = (float(scale) for scale in scales)
     in_fp16 = query.dtype == QUERY_TYPES["fp16_over_fp8_cache"]

@@ -1,8 +1,7 @@
-"""Where a kernel stands in for the torch reference: the one place that decides it.
+"""The one place that decides where a kernel stands in for the torch reference.
 
-An operation is a function of `fp8core.numerics` that computes the reference and is decorated with the name of a module
-of `fp8core.kernels`. That module has a function of the same name, with the same arguments and results. Both give the
-same bytes unless the reference's module documents a difference, so the choice is a matter of speed.
+A reference is decorated with the name of a module of `fp8core.kernels`, which has a function of the same name and
+arguments. Both give the same bytes unless the reference's module documents a difference.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ Result = TypeVar("Result")
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """True if the kernels take a tensor: it is on an NVIDIA GPU from Hopper on, and Triton is installed."""
+    """True for a tensor on an NVIDIA GPU from Hopper on, where Triton is installed."""
     return tensor.is_cuda and _HAS_TRITON and torch.cuda.get_device_capability(tensor.device) >= _SINGLE_ROUNDING
 
 
@@ -51,7 +50,6 @@ def with_kernel(module: str) -> Callable[[Callable[Arguments, Result]], Callable
 
 @cache
 def kernel_of(module: str, name: str) -> Callable[..., Any]:
-    """The function of `fp8core.kernels` that stands in for the reference of this name."""
     kernel: Callable[..., Any] = getattr(import_module(f"fp8core.kernels.{module}"), name)
     return kernel
 

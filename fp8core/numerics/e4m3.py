@@ -4,21 +4,13 @@ E4M3 (FN variant): 1 sign, 4 exponent and 3 mantissa bits, bias 7; largest finit
 smallest subnormal 2^-9, no infinity. Rounding is to nearest, ties to even.
 
 A quantised tensor is a pair: values on the E4M3 grid (in FP32, which holds them all) and scales that multiply them
-back: `x ~ grid * scale`. A `recipe.Grouping` has the shape of what shares a scale, and the rule for it. The
-scale is amax / 448, or the power of two above it: the one rule whose bytes torch, vLLM and Transformer Engine share.
+back: `x ~ grid * scale`. A `recipe.Grouping` has the shape of what shares a scale, and the rule for it. The scale is
+amax / 448, or the power of two above it: the one rule whose bytes torch, vLLM and Transformer Engine share. The last
+group or tile may be partial. An all-zero group has grid 0 and the floor's scale.
 
-A width that is no multiple of a group or tile leaves a partial last one. It has a scale of its own, from the elements
-that it has: zeros that fill it up change nothing.
-
-The floor of what a forward multiplies is 1e-10, as in vLLM's quantisers. A gradient may be as small in every element.
-Groups that the backward alone reads have a floor whose scale is FP32's smallest normal number (`GRADIENT_FLOOR`).
-
-An all-zero group has grid 0 and the floor's scale. NaN and infinity are not representable in a scaled group (they
-would become the scale), so they are refused: `GroupNotFinite`.
-
-`row_codes`, `row_and_column_codes` and `tile_codes` are the operations: bytes on any device. The reference refuses NaN
-and infinity at once. A kernel sets a flag on the device: the operation checks it at once as well, which waits for the
-device. To avoid that, a caller brings a `FiniteFlag`, quantises many tensors and calls `FiniteFlag.check` at the end.
+`row_codes`, `row_and_column_codes` and `tile_codes` are the operations: bytes on any device. NaN and infinity are
+refused (`GroupNotFinite`). A kernel sets a flag for them, and reading it waits for the device. To avoid that, a caller
+brings a `FiniteFlag`, quantises many tensors and calls `FiniteFlag.check` at the end.
 """
 
 from collections.abc import Iterator
@@ -38,6 +30,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+_NOT_FINITE = "cannot quantise: the tensor holds NaN or infinity"
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_NORMAL_EXPONENT = (127 - 6) << 23
 _HALF_OF_MANTISSA = 0x00400000
@@ -62,12 +55,10 @@ def round_to_e4m3(x: Tensor) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, rule: ScaleRule, floor: float = AMAX_FLOOR) -> Tensor:
-    """FP32 scales (factors that multiply codes back) for groups of these largest magnitudes: positive and finite.
-
-    A smaller amax counts as `floor`, at least `GRADIENT_FLOOR`. Raises GroupNotFinite: an amax is NaN or infinite.
-    """
+    """FP32 scales for groups of these largest magnitudes; a smaller one counts as `floor`, at least `GRADIENT_FLOOR`.
+    Raises GroupNotFinite: an amax is NaN or infinite."""
     if not bool(torch.isfinite(amax).all()):
-        raise GroupNotFinite("cannot quantise: the tensor holds NaN or infinity")
+        raise GroupNotFinite(_NOT_FINITE)
     # On a GPU torch turns a division by a number into a multiplication by its reciprocal; one by a tensor it divides.
     scale = amax.clamp(min=floor) / amax.new_full((), E4M3_MAX)
     if rule == "fp32":
@@ -78,11 +69,8 @@ def scale_from_amax(amax: Tensor, rule: ScaleRule, floor: float = AMAX_FLOOR) ->
 
 
 def quantise_rows(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
-    """Quantise FP32 [rows, columns] in groups of one row along the last dimension (activations, output gradients).
-
-    The last group of a row may be shorter. Returns FP32 [rows, columns] on the E4M3 grid, and scales, FP32 [rows,
-    ceil(columns / grouping.columns)].
-    """
+    """Quantise FP32 [rows, columns] in groups of one row along the last dimension: the E4M3 grid, FP32 [rows, columns],
+    and scales, FP32 [rows, ceil(columns / grouping.columns)]."""
     assert grouping.rows == 1, f"groups of one row, not of {grouping.rows}"
     rows, columns = x.shape
     group = grouping.columns
@@ -96,20 +84,13 @@ def quantise_rows(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
 
 
 def quantise_columns(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
-    """Quantise FP32 [rows, columns] along its columns (both operands of wgrad): `quantise_rows` of the transpose.
-
-    Returns the E4M3 grid, FP32 [columns, rows], so that the contraction runs along the last dimension, and scales,
-    FP32 [columns, ceil(rows / grouping.columns)].
-    """
+    """`quantise_rows` of the transpose of FP32 [rows, columns], for both operands of wgrad."""
     return quantise_rows(x.t().contiguous(), grouping)
 
 
 def quantise_tiles(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
-    """Quantise FP32 [out, in] in tiles (weights). Tiles at the lower and right edge may be smaller.
-
-    Returns FP32 [out, in] on the E4M3 grid, and scales, FP32 [ceil(out / grouping.rows), ceil(in / grouping.columns)],
-    the layout of `weight_scale_inv`.
-    """
+    """Quantise FP32 [out, in] in tiles: the E4M3 grid, FP32 [out, in], and scales, FP32 [ceil(out / grouping.rows),
+    ceil(in / grouping.columns)], the layout of `weight_scale_inv`."""
     (out, columns), down, across = x.shape, grouping.rows, grouping.columns
     padded = torch.nn.functional.pad(x, (0, -columns % across, 0, -out % down))
     tiles = padded.view(padded.shape[0] // down, down, padded.shape[1] // across, across)
@@ -119,15 +100,14 @@ def quantise_tiles(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
 
 
 def encode(grid: Tensor) -> Tensor:
-    """Grid values as E4M3 bytes (`float8_e4m3fn`); exact, because every value is representable."""
     return grid.to(torch.float8_e4m3fn)
 
 
 def decode(codes: Tensor) -> Tensor:
-    """E4M3 bytes as FP32 grid values, on a CPU by a 256-entry table (torch's own cast is scalar there)."""
+    """E4M3 bytes as FP32 grid values."""
     if codes.is_cuda:
         return codes.float()
-    # A third of the time of indexing with a tensor.
+    # torch's cast is scalar on a CPU; this takes a third of the time of indexing with a tensor.
     return _DECODE_TABLE.index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(codes.shape)
 
 
@@ -135,24 +115,21 @@ _DECODE_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).t
 
 
 class FiniteFlag:
-    """A flag on a device, set when a quantised value was NaN or infinity; it stays there until `check`."""
+    """A flag on a device, set when a quantised value was NaN or infinity."""
 
     def __init__(self, device: torch.device) -> None:
         self.not_finite = torch.zeros(1, dtype=torch.int32, device=device)
 
     def check(self) -> None:
-        """Wait for the device; raises GroupNotFinite if anything was not finite."""
+        """Wait for the device. Raises GroupNotFinite: the flag is set."""
         if bool(self.not_finite):
-            raise GroupNotFinite("cannot quantise: the tensor holds NaN or infinity")
+            raise GroupNotFinite(_NOT_FINITE)
 
 
 @with_kernel("quantise")
 def row_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
-    """Quantise BF16 or FP32 [rows, columns], one element at least, in groups of one row along the last dimension.
-
-    Returns codes [rows, columns] and scales [rows, groups]. Raises GroupNotFinite: x holds NaN or infinity (without
-    `flag`, which the caller checks, or where the reference runs).
-    """
+    """Codes [rows, columns] and scales [rows, groups] of BF16 or FP32 [rows, columns], with one element at least.
+    Raises GroupNotFinite: x holds NaN or infinity, and there is no `flag` or the reference runs."""
     return _encoded(quantise_rows(x.float(), grouping))
 
 
@@ -160,25 +137,19 @@ def row_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> 
 def row_and_column_codes(
     x: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
-    """Quantise along the rows for the tensor's own use and along the columns for that of its transpose.
-
-    Returns rows as `row_codes`, and columns: codes [columns, rows] and scales [columns, groups], transposed.
-    """
+    """`row_codes` of a tensor, and of its transpose: codes [columns, rows] and scales [columns, groups]."""
     return _encoded(quantise_rows(x.float(), rows)), _encoded(quantise_columns(x.float(), columns))
 
 
 @with_kernel("quantise")
 def tile_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
-    """Quantise [out, in], perhaps without rows, in tiles: codes [out, in] and the scales of `quantise_tiles`."""
+    """Codes [out, in] and the scales of `quantise_tiles`, perhaps of no rows."""
     return _encoded(quantise_tiles(x.float(), grouping))
 
 
 @contextmanager
 def finite_check(device: torch.device, flag: FiniteFlag | None) -> Iterator[Tensor]:
-    """int32 [1] that a kernel sets where it finds NaN or infinity; checked at the end without a flag of the caller's.
-
-    Raises GroupNotFinite: the kernel found NaN or infinity and `flag` is None.
-    """
+    """int32 [1] that a kernel sets where it finds NaN or infinity; checked at the end unless the caller has a flag."""
     own = flag or FiniteFlag(device)
     yield own.not_finite
     if flag is None:

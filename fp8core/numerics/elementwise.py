@@ -2,8 +2,6 @@
 
 Reductions run in FP64 and are rounded to BF16 afterwards: the order of summation shows in a result with probability
 about 2^-40 an element. Exponentials run in FP64 because torch's vector and scalar FP32 forms differ in the last bit.
-`rounding` is `round_to_bf16`, or `keep_fp32` in the reference mode; `RoundingPoints` lists what is rounded on
-the way to a result.
 """
 
 import math
@@ -47,7 +45,7 @@ class _ToE4m3Grid(torch.autograd.Function):
 
 
 def keep_fp32(x: Tensor) -> Tensor:
-    """The rounding of the FP32 reference mode: to FP32, and no further."""
+    """The rounding of the FP32 reference mode."""
     return x.float()
 
 
@@ -62,11 +60,11 @@ class RoundingPoints:
 
     Attributes:
         name: of the whole.
-        sums: the residual sum that a norm reads; what later layers read of it is rounded in any case.
+        sums: the residual sum that a norm reads.
         normalised: x / rms, before its weight.
         tables: cosines and sines of the rotary positions.
         activated: silu(gate), before its product with up, outside experts.
-        expert_activated: the same in experts, which one kernel computes whoever compiles the rest.
+        expert_activated: the same in experts.
         weights: exp(score - maximum) of BF16 attention, before its product with V.
         routed: the router's logits, before experts are chosen and weighted.
         gates: the weights of the chosen experts, where these sum to 1.
@@ -169,10 +167,8 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding, inner: Rounding) -> Tensor:
-    """RMSNorm over the last dimension (arXiv 1910.07467, equation 4) of FP32 [..., n], with weights FP32 [n].
-
-    `inner` rounds the normalised values before the weight.
-    """
+    """RMSNorm over the last dimension (arXiv 1910.07467, equation 4) of FP32 [..., n], with weights FP32 [n]; `inner`
+    rounds the normalised values before the weight."""
     y: Tensor = _RmsNorm.apply(x, weight, eps, rounding, inner)  # type: ignore[no-untyped-call]
     return y
 
@@ -184,10 +180,8 @@ def swiglu(gate: Tensor, up: Tensor, rounding: Rounding, inner: Rounding) -> Ten
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rounding: Rounding) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864) in the half-split layout of Hugging Face.
-
-    x is FP32 [B, heads, T, d], cos and sin are FP32 [B, 1, T, d / 2].
-    """
+    """Rotary position embedding (arXiv 2104.09864) of FP32 [B, heads, T, d] in the half-split layout of Hugging Face.
+    cos and sin are FP32 [B, 1, T, d / 2]."""
     first, second = x.chunk(2, dim=-1)
     return rounding(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
@@ -198,10 +192,9 @@ def inverse_frequencies(dim: int, theta: float) -> Tensor:
 
 
 def scale_frequencies(frequencies: Tensor, factor: float, low: float, high: float, original: int) -> Tensor:
-    """Llama 3.1's context extension: long wavelengths are divided by `factor`, with a smooth band between.
+    """Llama 3.1's context extension of frequencies, FP32 [d / 2], of a model trained with a context of `original`.
 
-    Wavelengths above original / low are stretched in full, those below original / high are left alone; `original` is
-    the context length the model was trained with. Frequencies are FP32 [d / 2].
+    Wavelengths above original / low are stretched in full, those below original / high not.
     """
     wavelengths = 2 * math.pi / frequencies
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)

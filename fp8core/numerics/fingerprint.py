@@ -9,12 +9,9 @@ fingerprint. Lane k of the two lanes, for word i of bits b:
     z = (z ^ z >> s0) * m0;  z = (z ^ z >> s1) * m1;  z = z ^ z >> s2
     lane_k = sum over i of z (mod 2^64)
 
-Each lane is injective in one word: a change of a single element always changes the fingerprint. Any other change
-goes unseen with a probability of about 2^-128. The finalisers are splitmix64 (Steele, Lea, Flood: "Fast Splittable
-Pseudorandom Number Generators", 2014) and fmix64 of MurmurHash3 (Appleby). Not meant against an adversary.
-
-Words are as wide as the lanes because a GPU needs 58 instructions for the hashes of one. An H200 can do six of these in
-the time it reads a byte. Hashing FP8 codes one at a time would take ten times as long as reading them.
+A change of a single word always changes the fingerprint; any other goes unseen with a probability of about 2^-128. The
+finalisers are splitmix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014) and fmix64 of
+MurmurHash3 (Appleby). Not meant against an adversary.
 """
 
 import hashlib
@@ -79,7 +76,6 @@ def _signed(value: int) -> int:
 
 
 def _mix(lane: Lane, bits: Tensor, index: Tensor) -> Tensor:
-    """The lane's hashes of (index, bits), both int64, of one shape."""
     z = (bits * _signed(lane.bits_factor)).add_(index * _signed(lane.index_factor)).add_(_signed(lane.offset))
     _xor_shift_(z, lane.shifts[0]).mul_(_signed(lane.multipliers[0]))
     _xor_shift_(z, lane.shifts[1]).mul_(_signed(lane.multipliers[1]))
@@ -87,7 +83,6 @@ def _mix(lane: Lane, bits: Tensor, index: Tensor) -> Tensor:
 
 
 def _lane_sums(words: Tensor, first: int) -> Tensor:
-    """Sums of both lanes, int64 [2], over words of which the first has the index `first`."""
     if words.device.type == "cpu":
         return torch.tensor([_signed(_host_sum(lane, words.numpy().view(np.uint64), first)) for lane in LANES])
     index = torch.arange(first, first + words.numel(), dtype=torch.int64, device=words.device)
@@ -101,7 +96,7 @@ def _index_terms(lane: Lane, count: int) -> _Words:
 
 
 def _host_sum(lane: Lane, words: _Words, first: int) -> int:
-    """The lane's sum, below 2^64: NumPy shifts unsigned words in one pass, multiplies faster and needs no copies."""
+    """NumPy shifts unsigned words in one pass, multiplies faster than torch and needs no copies."""
     z = words * np.uint64(lane.bits_factor)
     z += _index_terms(lane, max(len(words), _CPU_CHUNK))[: len(words)]
     z += np.uint64(first * lane.index_factor % 2**64)
@@ -116,9 +111,7 @@ def _host_sum(lane: Lane, words: _Words, first: int) -> int:
 
 def bytes_in_order(tensor: Tensor) -> Tensor:
     """A tensor's bytes in row-major order, uint8 [bytes], at an address of whole words; copied only where needed.
-
-    Raises TypeError for a complex tensor, of which the bytes may be those of the conjugate.
-    """
+    Raises TypeError: the tensor is complex."""
     if tensor.is_complex():
         raise TypeError(f"fingerprint: no bit pattern is defined for {tensor.dtype}")
     flat = tensor
@@ -129,14 +122,8 @@ def bytes_in_order(tensor: Tensor) -> Tensor:
 
 
 def fingerprint(tensor: Tensor, *, chunk: int | None = None) -> str:
-    """128-bit fingerprint of a tensor's elements in row-major order, as 32 hex digits.
-
-    Shape and dtype are not part of it (`policy_digest` adds them), strides and device are not either. -0.0 and 0.0
-    differ, and so do NaNs of different bits. Works on any device, `chunk` words at a time (temporaries: some 40 bytes
-    per word of the chunk). A tensor that is not contiguous, or starts inside a word, is copied once.
-
-    Raises TypeError for a complex tensor.
-    """
+    """128-bit fingerprint of a tensor's elements in row-major order, as 32 hex digits; shape, dtype, strides and device
+    are not part of it. Computed on its device, `chunk` words at a time. Raises TypeError: the tensor is complex."""
     return hex_digits(_slice_sum(Slice.whole(tensor), chunk).tolist())
 
 
@@ -159,7 +146,6 @@ class Slice(NamedTuple):
 
 
 def _slice_sum(part: Slice, chunk: int | None = None) -> Tensor:
-    """Sums of both lanes over the words of a slice, int64 [2]."""
     flat, first = bytes_in_order(part.elements), part.first // _WORD_BYTES
     count, left_over = divmod(flat.numel(), _WORD_BYTES)
     assert part.first % _WORD_BYTES == 0, "a slice begins inside a word"
@@ -186,10 +172,8 @@ def hex_digits(sums: Sequence[int]) -> str:
 
 @with_kernel("fingerprint")
 def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> Tensor:
-    """Sums of both lanes over slices of tensors (the fields of `Slice`); slices of one tensor add up to its sums.
-
-    int64 [slices, 2], on a GPU with kernels from one launch, else on the host. Raises TypeError: a tensor is complex.
-    """
+    """Sums of both lanes over slices of tensors, the fields of `Slice`, int64 [slices, 2]; slices of one tensor add up
+    to its sums."""
     parts = [Slice(*part) for part in zip(elements, firsts, ends, strict=True)]
     if len(parts) == 1 or any(part.elements.device.type != "cpu" for part in parts):
         return torch.stack([_slice_sum(part).cpu() for part in parts])
@@ -205,15 +189,12 @@ def slice_sums(slices: Sequence[Slice]) -> list[list[int]]:
 
 
 def combined(sums: Sequence[Sequence[Sequence[int]]]) -> list[str]:
-    """The fingerprints of tensors from the `slice_sums` of their slices, tensors in the same order each time."""
+    """The fingerprints of tensors from the `slice_sums` of their slices."""
     return [hex_digits([sum(lane) for lane in zip(*lanes, strict=True)]) for lanes in zip(*sums, strict=True)]
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
-    """The fingerprint of each tensor; one copy to the host.
-
-    Raises TypeError for a complex tensor.
-    """
+    """The fingerprint of each tensor; one copy to the host."""
     return [hex_digits(sums) for sums in slice_sums([Slice.whole(tensor) for tensor in tensors])] if tensors else []
 
 
@@ -229,10 +210,7 @@ def policy_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def masters_digest(weights: Mapping[str, Tensor], device: torch.device) -> str:
-    """`policy_digest` of the FP32 masters that begin as these weights.
-
-    They are widened and read on `device` one at a time: the whole model in FP32 need not fit anywhere.
-    """
+    """`policy_digest` of the FP32 masters that begin as these weights, widened and read on `device` one at a time."""
     masters = ((name, tensor.to(device).float()) for name, tensor in weights.items())
     found = {name: (tuple(master.shape), fingerprints([master])[0]) for name, master in masters}
     return digest_of({name: ("float32", *rest) for name, rest in found.items()})

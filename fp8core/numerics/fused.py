@@ -2,14 +2,10 @@
 
 Rounding is that of `elementwise.KERNELS`. Where the kernels' results differ from the reference:
 
-- Norms: total = bf16(x + added), and the norm reads the rounded total; the mean of squares and 1 / rms are FP64;
-  normed = bf16(fp32(total / rms) * weight). Two FP64 sums of one row in different order round to different BF16 with
-  probability about 2^-40 an element.
-- SwiGLU: silu is FP32 in the kernels and FP64 here, rounded to BF16 before it multiplies `up`. The products are the
-  same bytes but for the few gates whose silu lies next to a boundary of two BF16 numbers.
-- Rotary positions: the norms' results are rounded to BF16 before they are rotated; the rotation is FP32, its result
-  BF16. The remark on norms holds here too.
-- Codes of Q, K and V have static scales; quotients are FP32. Equal bytes.
+- Norms: the mean of squares and 1 / rms are FP64. Two FP64 sums of one row in different order round to different BF16
+  with probability about 2^-40 an element. Rotary positions hold such a norm too.
+- SwiGLU: silu is FP32 in the kernels and FP64 here. The few gates whose silu lies next to a boundary of two BF16
+  numbers differ.
 - Backward: equal to FP32 rounding, and deterministic: no sum depends on what else runs.
 
 Operations that write codes raise GroupNotFinite as `e4m3.row_codes` does.
@@ -31,18 +27,10 @@ from fp8core.numerics.recipe import E4M3_MAX, AttentionProducts, Grouping
 
 @with_kernel("norm")
 def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Residual sum and its RMSNorm.
+    """Residual sum, its RMSNorm, both BF16 [tokens, hidden], and 1 / rms, FP32 [tokens], for the backward.
 
-    Args:
-        x: BF16 [tokens, hidden], the residual stream.
-        added: BF16 of the same shape, what a block adds to it; None before the first.
-        weight: FP32 [hidden], of BF16 values.
-        eps: added to the mean square.
-
-    Returns:
-        total: BF16 [tokens, hidden]; x itself without `added`.
-        normed: BF16 [tokens, hidden].
-        inverse: FP32 [tokens], 1 / rms, for the backward.
+    `x` and `added`, what a block adds to the residual stream (None: nothing), are BF16 [tokens, hidden]. The weight is
+    FP32 [hidden] of BF16 values.
     """
     total = x if added is None else (x.float() + added.float()).bfloat16()
     wide = total.float()
@@ -69,10 +57,7 @@ def add_norm_codes(
     columns: Grouping,
     flag: FiniteFlag | None = None,
 ) -> tuple[Tensor, Codes, Codes, Tensor]:
-    """`add_norm` for a linear that is trained: normed as codes for the forward and for the gradient of the weight.
-
-    Returns the sum, `e4m3.row_and_column_codes` of its norm, and 1 / rms.
-    """
+    """`add_norm` for a linear that is trained: the sum, `e4m3.row_and_column_codes` of its norm, and 1 / rms."""
     total, normed, inverse = add_norm(x, added, weight, eps)
     return total, *row_and_column_codes(normed, rows, columns, flag), inverse
 
@@ -81,17 +66,9 @@ def add_norm_codes(
 def add_norm_backward(
     grad_normed: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and `added`, which are equal, and of the weight.
+    """Gradients of x and `added`, which are equal, BF16 [tokens, hidden], and of the weight, FP32 [hidden].
 
-    Args:
-        grad_normed: BF16 [tokens, hidden].
-        grad_total: BF16 of the same shape, what later layers send along the residual stream; None after the last.
-        total, inverse: as `add_norm` returned them.
-        weight: FP32 [hidden].
-
-    Returns:
-        grad: BF16 [tokens, hidden].
-        grad_weight: FP32 [hidden].
+    `grad_normed` and `grad_total`, of the residual stream (None after the last layer), are BF16 [tokens, hidden].
     """
     upstream, factor = grad_normed.float(), inverse[:, None]
     normed, scaled = total.float() * factor, upstream * weight
@@ -168,18 +145,10 @@ def heads_of(qkv: Tensor, layout: HeadLayout) -> Heads:
 def norm_rotate(
     qkv: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, positions: Tensor, layout: HeadLayout, eps: float
 ) -> Tensor:
-    """Q and K normed (Qwen3) and rotated, V as it is.
+    """Q and K normed (Qwen3) and rotated, V as it is, BF16 [tokens, (query_heads + 2 kv_heads) head_dim].
 
-    Args:
-        qkv: BF16 [tokens, (query_heads + 2 kv_heads) head_dim].
-        norms: weights for Q and for K, FP32 [head_dim] each; None where the family has no such norms.
-        cos, sin: tables, FP32 [positions, head_dim / 2].
-        positions: int64 [tokens], below the tables' length.
-        layout: how qkv is divided.
-        eps: of the norms.
-
-    Returns:
-        BF16 of qkv's shape.
+    `norms`: weights for Q and for K, FP32 [head_dim], or None; `cos`, `sin`: tables, FP32 [positions, head_dim / 2];
+    `positions`: int64 [tokens].
     """
     return _norm_rotate(qkv.float(), norms, cos[positions], sin[positions], layout, eps).bfloat16()
 
@@ -206,7 +175,6 @@ def norm_rotate_backward(
 
 
 def _norm_rotate(qkv: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, layout: HeadLayout, eps: float) -> Tensor:
-    """FP32 values of the result; cos and sin are those of the tokens."""
     q, k, v = heads_of(qkv, layout)
     if norms is not None:
         q, k = (rms_norm(x, w, eps, round_to_bf16, KERNELS.normalised) for x, w in zip((q, k), norms, strict=True))
@@ -217,9 +185,7 @@ def _norm_rotate(qkv: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, lay
 @with_kernel("head_codes")
 def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: AttentionProducts) -> Heads:
     """float8_e4m3fn codes of Q, K and V over their scales, saturated and contiguous, of qkv as for `norm_rotate`.
-
-    Where products are not of E4M3 Q, it is a view of qkv: here and in `head_values`.
-    """
+    Q is a view of qkv where products are not of E4M3 Q."""
     q, k, v = heads_of(qkv, layout)
     query = static_codes(q, scales.q) if products == "fp8" else q
     return query, static_codes(k, scales.k), static_codes(v, scales.v)
@@ -227,7 +193,7 @@ def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: A
 
 @with_kernel("head_codes")
 def head_values(qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: AttentionProducts) -> Heads:
-    """BF16 of the values that the codes stand for: exact for scales that are powers of two."""
+    """BF16 of the values of `head_codes`: exact for scales that are powers of two."""
     q, k, v = head_codes(qkv, layout, scales, products)
     query = _values(q, scales.q) if products == "fp8" else q
     return query, _values(k, scales.k), _values(v, scales.v)

@@ -1,12 +1,9 @@
 """Matrix products whose result does not depend on the order of summation.
 
 E4M3 values are multiples of 2^-9 up to 448. So a product is a multiple of 2^-18, and a sum over one 128-wide block
-needs at most 43 bits. FP64 holds it exactly, in any order, for any batch. Blocks are added in ascending order. That is
-why a prompt alone, in a batch of 64, decoded with a cache or scored in one pass, gives the same bits.
-
-Most rows need no blocks: where scales of powers of two lie close enough, the whole sum fits in FP64 (`spanned_gemm`).
-
-FP32 operands have no such blocks: `sliced_gemm` and `ordered_gemm` are for the FP32 side of a contract.
+needs at most 43 bits. FP64 holds it exactly, in any order, for any batch. Blocks are added in ascending order.
+Where scales of powers of two lie close enough, the whole sum fits in FP64 (`spanned_gemm`). FP32 operands have no such
+blocks: `sliced_gemm` and `ordered_gemm` are for the FP32 side of a contract.
 
 Operations on codes multiply exactly here, and on tensor cores where there are any (`kernels.hopper_gemm`):
 
@@ -23,7 +20,7 @@ from fp8core.numerics.e4m3 import Codes, decode
 from fp8core.numerics.recipe import E4M3_MAX, TILE
 
 OUTPUT_MULTIPLE = 64
-"""Columns that DeepGEMM writes at once: on a GPU the width of a product, and so a hidden size, is a multiple."""
+"""Columns that DeepGEMM writes at once: on a GPU the width of a product is a multiple."""
 
 _LAST_BIT = 2.0**-9
 # Half of what FP64 holds: spans are sums of FP32, which are rounded.
@@ -34,17 +31,10 @@ _CACHED_ROWS, _CACHED_COLUMNS = 128, 512
 def block_gemm(
     left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor | None, block: int = TILE
 ) -> Tensor:
-    """`left @ right.T` with one scale per row and block of the contraction, accumulated exactly per block.
+    """`left @ right.T`, FP64 [M, N], with one scale per row and block of the contraction, each block exact.
 
-    Args:
-        left: grid values [M, K], FP32 or FP64.
-        left_scales: FP32 [M, ceil(K / block)].
-        right: grid values [N, K], FP32 or FP64; FP64 that is multiplied by powers of two is as exact.
-        right_scales: FP32 [N, ceil(K / block)] (tile scales repeated over the rows of their tile); None: 1.
-        block: width of a block.
-
-    Returns:
-        FP64 [M, N].
+    Operands are grid values [M, K] and [N, K], FP32 or FP64, or such multiplied by powers of two. Scales are FP32
+    [M, ceil(K / block)] and [N, ceil(K / block)], or None for 1.
     """
     wide, factors = left.double(), left_scales.double()
     total = torch.empty(left.shape[0], right.shape[0], dtype=torch.float64)
@@ -60,7 +50,6 @@ def block_gemm(
 
 
 def _add_blocks(total: Tensor, left: Tensor, factors: Tensor, right: Tensor, others: Tensor | None, block: int) -> None:
-    """Write left @ right, of which each block is multiplied by its row's factor and, if given, its column's."""
     for b in range(factors.shape[1]):
         inner = slice(b * block, (b + 1) * block)
         product = left[:, inner] @ right[inner]
@@ -75,11 +64,7 @@ def _add_blocks(total: Tensor, left: Tensor, factors: Tensor, right: Tensor, oth
 
 
 def scaled_gemm(left: Tensor, right: Tensor, block: int = TILE) -> Tensor:
-    """`left @ right.T`, FP64 [M, N], for FP64 operands that are already multiplied by their power-of-two scales.
-
-    Within one block every product carries the same power of two. So the block's dot stays exact in FP64 and the scales
-    cost nothing in the inner loop. Equal to `block_gemm` bit for bit when all scales are powers of two.
-    """
+    """`block_gemm`, bit for bit, of FP64 operands that are already multiplied by their power-of-two scales."""
     total = left[:, :block] @ right[:, :block].t()
     for start in range(block, left.shape[1], block):
         columns = slice(start, start + block)
@@ -91,8 +76,8 @@ def spanned_gemm(left: Tensor, right: Tensor, spans: Tensor, peak: float, block:
     """`scaled_gemm`, bit for bit, with one product for all rows of `left` whose sums are exact as a whole.
 
     A term is a multiple of the last bit of its row of `left` times that of its row of `right`. In units of it, no
-    partial sum is above span * peak. So up to 2^53 each is exact, in any order, and blocks have the same sum. `spans`
-    are FP64 [M], `row_spans` of `left`, and `peak` is `row_peak` of `right`.
+    partial sum is above span * peak, so up to 2^53 each is exact. `spans`: `row_spans` of `left`; `peak`: `row_peak` of
+    `right`.
     """
     # Not `>`, which is false for NaN.
     blocked = ~(spans * peak <= _WIDEST_SPAN)
@@ -107,10 +92,7 @@ def spanned_gemm(left: Tensor, right: Tensor, spans: Tensor, peak: float, block:
 def row_spans(grid: Tensor, scales: Tensor, group: int = TILE) -> Tensor:
     """Sum of the magnitudes of each row in units of its last bit, FP64 [rows]; groups of zeros have no bits.
 
-    Args:
-        grid: FP32 [rows, columns] on the E4M3 grid.
-        scales: FP32 [rows, ceil(columns / group)], powers of two.
-        group: columns of a group.
+    `grid`: FP32 [rows, columns] on the E4M3 grid; `scales`: FP32 [rows, ceil(columns / group)], powers of two.
     """
     padded = torch.nn.functional.pad(grid, (0, -grid.shape[1] % group))
     sums: Tensor = torch.linalg.vector_norm(padded.view(*scales.shape, group), ord=1, dim=-1)
@@ -126,10 +108,8 @@ def row_peak(scales: Tensor) -> float:
 def align_rows(x: Tensor, bits: int) -> Tensor:
     """Round each row of FP64 [..., K] to a fixed-point grid of `bits` bits below its largest magnitude.
 
-    Products of aligned rows are integers times a common power of two. So their sums are exact in FP64 whatever the
-    order, as long as bits_left + bits_right + log2(K) <= 53. An element's error is at most 2^-bits of the row's amax.
-    Products of BF16 data lose less by it than by FP32 accumulation, because most elements lie on the grid; those of
-    FP32 data lose more.
+    Sums of products of aligned rows are exact in FP64 whatever the order, as long as bits_left + bits_right + log2(K)
+    <= 53. An element's error is at most 2^-bits of the row's amax.
     """
     amax = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny * 2.0**60)
     _, exponent = torch.frexp(amax)
@@ -138,21 +118,18 @@ def align_rows(x: Tensor, bits: int) -> Tensor:
 
 
 def aligned_gemm(left: Tensor, right_aligned: Tensor) -> Tensor:
-    """`left @ right.T` of BF16 or FP32 operands that are put on fixed-point grids and then summed exactly.
+    """`left @ right.T`, FP64 [M, N], of operands that are put on fixed-point grids and then summed exactly.
 
-    `right_aligned` is FP64 [N, K] from `align_rows(right, alignment_bits(K))`; the result is FP64 [M, N], equal for
-    any order of summation.
+    `left`: BF16 or FP32 [M, K]; `right_aligned`: FP64 [N, K] from `align_rows(right, alignment_bits(K))`.
     """
     return align_rows(left.double(), alignment_bits(left.shape[-1])) @ right_aligned.t()
 
 
 def sliced_gemm(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right^T` of FP32 operands, more exact than FP32 accumulation and equal for any order of summation.
+    """`left @ right^T` of FP32 [..., M, K] and [..., N, K], FP64 [..., M, N], equal for any order of summation.
 
-    Each operand is cut into two slices on fixed-point grids (`align_rows`). So the four products are exact in FP64
-    (Ozaki et al., "Error-free transformations of matrix multiplication", 2012). The part of an element that both
-    slices leave out is at most 2^-(2 * bits) of its row's amax, below the rounding of FP32. Operands are [..., M, K]
-    and [..., N, K], the result is FP64 [..., M, N]. A row of it depends on its own row of `left` and on `right` alone.
+    Each operand is cut into two slices on fixed-point grids. So the four products are exact in FP64 (Ozaki et al.,
+    "Error-free transformations of matrix multiplication", 2012). The rest of an element is below the rounding of FP32.
     """
     bits = alignment_bits(left.shape[-1])
     (high, low), (other_high, other_low) = _slices(left.double(), bits), _slices(right.double(), bits)
@@ -166,10 +143,9 @@ def _slices(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def ordered_gemm(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right`, added up term by term in the order of the contraction: zeros at either end change nothing.
+    """`left @ right`, FP64, added up term by term in the order of the contraction: zeros at either end change nothing.
 
-    For a contraction over keys, of which a batch has more or fewer before and after those that a query may see.
-    `left`, [..., M, K], is 0 where a term does not count; `right`, [..., K, N], is finite. All are FP64.
+    For a contraction over keys, of which a batch has more or fewer than those that a query may see.
     """
     total = left.new_zeros(*left.shape[:-1], right.shape[-1])
     for k in range(left.shape[-1]):
@@ -185,14 +161,9 @@ def alignment_bits(contraction: int) -> int:
 
 @with_kernel("hopper_gemm")
 def forward_gemm(x: Codes, weight: Codes) -> Tensor:
-    """X W^T.
+    """X W^T, BF16 [tokens, out], of X [tokens, in] in 1 x 128 groups, scales column-major, and W [out, in] in tiles.
 
-    Args:
-        x: codes [tokens, in] in 1 x 128 groups; scales [tokens, ceil(in / 128)], column-major.
-        weight: codes [out, in] in 128 x 128 tiles; scales [ceil(out / 128), ceil(in / 128)].
-
-    Returns:
-        BF16 [tokens, out]. On a GPU `in` is a multiple of 16, `out` one of `OUTPUT_MULTIPLE`.
+    On a GPU `in` is a multiple of 16, `out` one of `OUTPUT_MULTIPLE`.
     """
     codes, scales = weight
     by_row = scales.repeat_interleave(TILE, dim=0)[: codes.shape[0]]
@@ -209,29 +180,15 @@ def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def input_gradient_gemm(grad: Codes, transposed: Codes) -> Tensor:
-    """dY W.
-
-    Args:
-        grad: codes [tokens, out] in 1 x 128 groups, scales [tokens, ceil(out / 128)], column-major.
-        transposed: the weight's own tiles, codes [in, out] and scales [ceil(in / 128), ceil(out / 128)] (`transpose`).
-
-    Returns:
-        BF16 [tokens, in].
-    """
+    """dY W, BF16 [tokens, in], of dY [tokens, out] as X of `forward_gemm` and the weight's own tiles (`transpose`)."""
     return forward_gemm(grad, transposed)
 
 
 @with_kernel("hopper_gemm")
 def weight_gradient_gemm(grad: Codes, x: Codes, total: Tensor | None = None) -> Tensor:
-    """dY^T X.
+    """dY^T X, FP32 [out, in], of dY^T [out, tokens] and X^T [in, tokens] in 1 x 128 groups along the tokens.
 
-    Args:
-        grad: codes of dY^T, [out, tokens] in 1 x 128 groups along the tokens; scales [out, ceil(tokens / 128)].
-        x: likewise of X^T, [in, tokens].
-        total: FP32 [out, in], of packs before this one: the product is added to it, in place.
-
-    Returns:
-        FP32 [out, in]. On a GPU the number of tokens is a multiple of 16, and `total` is contiguous.
+    It is added to `total`, if there is one, in place. On a GPU the number of tokens is a multiple of 16.
     """
     return _added(_code_gemm(grad, x).float(), total)
 
@@ -257,11 +214,10 @@ def transpose(weight: Codes) -> Codes:
 
 
 def _code_gemm(left: Codes, right: Codes) -> Tensor:
-    """FP64 left @ right^T of codes with a scale for each row and 128 of the contraction."""
     return block_gemm(decode(left[0]), left[1], decode(right[0]), right[1])
 
 
 def relative_rms(x: Tensor, reference: Tensor) -> float:
-    """Root mean square of x - reference over that of the reference, in FP64; any shape, the reference not all zero."""
+    """Root mean square of x - reference over that of the reference, in FP64."""
     wide = reference.double()
     return ((x.double() - wide).square().mean() / wide.square().mean()).sqrt().item()

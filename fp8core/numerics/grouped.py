@@ -1,11 +1,8 @@
 """Experts in block FP8 on rows that lie together by expert, as Hopper's grouped kernels take them.
 
-Each expert's rows begin at a multiple of 128, and the rest of its last block is padding. The device alone decides the
-number of rows. So everything here has the size of the worst case, which follows from the number of tokens. Nothing
-waits for the device: CUDA graphs can capture it.
-
-An element of a product has one accumulator whatever rows lie beside it. The experts of a token are added in the order
-of its slots. So a token's result depends on itself alone.
+Each expert's rows begin at a multiple of 128, and the rest of its last block is padding. Everything here has the size
+of the worst case and nothing waits for the device: CUDA graphs can capture it. A token's result depends on itself
+alone.
 """
 
 from dataclasses import dataclass
@@ -44,7 +41,7 @@ def most_rows(slots: int, experts: int) -> int:
 
 
 def group_rows(chosen: Tensor, experts: int) -> GroupedRows:
-    """Rows by ascending expert, those of one by ascending token; `chosen` is [tokens, k], no expert twice in a row."""
+    """Rows by ascending expert, then token; `chosen` is [tokens, k], no expert twice in a row."""
     tokens, k = chosen.shape
     slots, device = tokens * k, chosen.device
     # A router of NaN may name an expert that does not exist. Its gates are NaN, which shows in the result.
@@ -65,7 +62,7 @@ def group_rows(chosen: Tensor, experts: int) -> GroupedRows:
 
 
 def gathered_codes(x: Codes, rows: Tensor) -> Codes:
-    """Codes and column-major scales of these rows, int64 [rows], of which each may be taken several times."""
+    """Codes and column-major scales of these rows, int64 [rows]."""
     codes, scales = x
     taken = codes.view(torch.uint8).index_select(0, rows).view(codes.dtype)
     return taken, scales.t().index_select(1, rows).t()
@@ -73,15 +70,10 @@ def gathered_codes(x: Codes, rows: Tensor) -> Codes:
 
 @with_kernel("hopper_gemm")
 def grouped_gemm(x: Codes, weights: Codes, experts: Tensor) -> Tensor:
-    """Each row times the transposed weight of its expert.
+    """Each row times the transposed weight of its expert, BF16 [rows, out]; of padding, anything that is finite.
 
-    Args:
-        x: codes [rows, in] in 1 x 128 groups; scales [rows, ceil(in / 128)], column-major.
-        weights: codes [experts, out, in] in 128 x 128 tiles; scales [experts, ceil(out / 128), ceil(in / 128)].
-        experts: int32 [rows], as `GroupedRows` has them: every block of 128 rows begins with one of its expert's.
-
-    Returns:
-        BF16 [rows, out]; of padding, anything that is finite. On a GPU `out` is a multiple of `OUTPUT_MULTIPLE`.
+    `x` and each of `weights` [experts, out, in] are as for `forward_gemm`. Every 128 of `experts`, int32 [rows], begin
+    with their expert.
     """
     codes, scales = weights
     product = torch.zeros(x[0].shape[0], codes.shape[1], dtype=torch.bfloat16)
@@ -93,10 +85,7 @@ def grouped_gemm(x: Codes, weights: Codes, experts: Tensor) -> Tensor:
 
 
 def weighted_sum(outputs: Tensor, places: Tensor, gates: Tensor) -> Tensor:
-    """Sum over each token's slots, in their order, in FP32, rounded once to BF16 [tokens, hidden].
-
-    Outputs are BF16 [rows, hidden], places int64 [tokens, k] and gates FP32 [tokens, k].
-    """
+    """Sum over each token's slots, in their order, in FP32, rounded once to BF16 [tokens, hidden]."""
     total = torch.zeros(len(places), outputs.shape[1], dtype=torch.float32, device=outputs.device)
     for slot in range(places.shape[1]):
         total += outputs.index_select(0, places[:, slot]).float() * gates[:, slot, None]
@@ -122,18 +111,10 @@ class Quantisers:
 def grouped_experts(
     x: Tensor, chosen: Tensor, gates: Tensor, weights: tuple[Codes, Codes], quantisers: Quantisers
 ) -> Tensor:
-    """Sum of g_e W_down,e (silu(W_gate,e x) * W_up,e x) over the chosen experts of each token.
+    """Sum of g_e W_down,e (silu(W_gate,e x) * W_up,e x) over the chosen experts of each token, BF16 [tokens, hidden].
 
-    Args:
-        x: BF16 [tokens, hidden].
-        chosen: integers [tokens, k], no expert twice.
-        gates: FP32 [tokens, k].
-        weights: of gate above up, [experts, 2 m, hidden], and of down, [experts, hidden, m], as `grouped_gemm` takes
-            them; both sides of each are multiples of 128.
-        quantisers: of the inputs of both products.
-
-    Returns:
-        BF16 [tokens, hidden].
+    `x` is BF16 [tokens, hidden], `chosen` integers and `gates` FP32 [tokens, k]. Weights are those of gate above up,
+    [experts, 2 m, hidden], and of down, [experts, hidden, m], with sides of multiples of 128.
     """
     gate_up, down = weights
     rows = group_rows(chosen, len(gate_up[0]))

@@ -4,15 +4,13 @@
     dgrad   dX = dY W      dY in groups along `out`,     the same W tiles, transposed
     wgrad   dW = dY^T X    dY and X in groups along the tokens, quantised from the high-precision tensors
 
-A `recipe.Recipe` has the groups and tiles, and the rule of their scales.
-
-Every operand is E4M3, forward and backward (DeepSeek-V3, arXiv 2412.19437, section 3.3). Values between layers are
-BF16, held in FP32. A weight arrives quantised: the trainer quantises it once per update and ships those bytes.
+Every operand is E4M3, forward and backward (DeepSeek-V3, arXiv 2412.19437, section 3.3), in the groups of a recipe.
+Values between layers are BF16, held in FP32. A weight arrives quantised.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +24,7 @@ from fp8core.numerics.recipe import TILE, Grouping, Recipe
 class StoredWeight:
     """A weight as it is stored and shipped: E4M3 codes with tile scales, or a plain BF16 or FP32 tensor.
 
-    Attributes:
-        values: [out, in]; float8_e4m3fn when `scales` is set.
-        scales: FP32 [ceil(out / tile rows), ceil(in / tile columns)] (`weight_scale_inv`), or None.
-        tile: its rows and columns.
+    `values` are [out, in], float8_e4m3fn with `scales`, FP32 [ceil(out / tile rows), ceil(in / tile columns)].
     """
 
     values: Tensor
@@ -49,7 +44,7 @@ class LinearWeight:
 
     Attributes:
         values: [out, in], E4M3 codes for block FP8, else FP32.
-        row_scales: FP32 [out, tiles along `in`], or None where there are no scales.
+        row_scales: FP32 [out, tiles along `in`], or None.
         dequantised: FP64 [out, in].
         master: FP32 [out, in] that receives the gradient, or None in inference.
     """
@@ -61,7 +56,7 @@ class LinearWeight:
 
     @cached_property
     def grid(self) -> Tensor:
-        """FP32 [out, in], on the E4M3 grid for block FP8, else the values themselves."""
+        """FP32 [out, in]; on the E4M3 grid for block FP8."""
         return self.values if self.row_scales is None else decode(self.values)
 
     @cached_property
@@ -75,19 +70,28 @@ class LinearWeight:
         return row_peak(self.row_scales.t())
 
 
-class LinearFormat(Protocol):
+class LinearFormat:
+    """A linear layer, by default with gradients that are FP32 products."""
+
     name: str
 
     def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """`x @ W^T`: [tokens, in] to [tokens, out], values of the format in FP32."""
-        ...
+        y: Tensor = _Linear.apply(x, weight.master, weight, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def product(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        raise NotImplementedError
+
+    def input_gradient(self, grad: Tensor, weight: LinearWeight) -> Tensor:
+        return grad @ weight.grid
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return grad.t() @ x
 
 
 def load_weight(parts: list[StoredWeight]) -> LinearWeight:
-    """Stack stored weights that share their input (q, k, v; gate, up) into one ready to multiply, without a master.
-
-    `parts` have equal `in` and equal tiles.
-    """
+    """Stack stored weights of equal inputs and tiles (q, k, v; gate, up) into one ready to multiply."""
     if all(part.scales is None for part in parts):
         plain = torch.cat([part.values.float() for part in parts])
         return LinearWeight(plain, None, plain.double(), master=None)
@@ -109,15 +113,9 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def dequantise_rows(grid: Tensor, scales: Tensor, grouping: Grouping) -> Tensor:
-    """FP64 values of a tensor quantised in groups of one row, exact under either rule.
-
-    Args:
-        grid: FP32 [rows, columns].
-        scales: FP32 [rows, groups].
-        grouping: `pow2` multiplies in FP32, where that is exact below 2^128 (magnitudes from 248 * 2^120 round up to
-            it and become infinite); `fp32` needs 28 bits and multiplies in FP64.
-    """
+    """FP64 values of a grid, FP32 [rows, columns], and scales, FP32 [rows, groups], exact under either rule."""
     (rows, columns), group = grid.shape, grouping.columns
+    # Products with powers of two are exact in FP32; those with others need 28 bits.
     factors = scales.unsqueeze(-1) if grouping.rule == "pow2" else scales.unsqueeze(-1).double()
     if columns % group:
         padded = torch.nn.functional.pad(grid, (0, -columns % group))
@@ -126,10 +124,7 @@ def dequantise_rows(grid: Tensor, scales: Tensor, grouping: Grouping) -> Tensor:
 
 
 def fprop(x: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
-    """Y = X W^T in block FP8; returns BF16 values in FP32, [tokens, out].
-
-    A row of the result depends on its own row of X alone: every block is exact, and blocks are added in their order.
-    """
+    """Y = X W^T in block FP8, BF16 values in FP32 [tokens, out]; a row depends on its own row of X alone."""
     assert weight.row_scales is not None
     groups, tiles = recipe.activations, recipe.weights
     assert groups.columns == tiles.columns, "both operands have the same blocks of the contraction"
@@ -151,10 +146,7 @@ def dgrad(grad: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
 
 
 def wgrad(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
-    """dW = dY^T X with both operands in groups along the tokens; FP32 [out, in].
-
-    A token count that is no multiple of a group's behaves as if zero rows followed.
-    """
+    """dW = dY^T X with both operands in groups along the tokens, zero rows after the last; FP32 [out, in]."""
     groups = recipe.tokens
     left, (x_grid, x_scales) = quantise_columns(grad, groups), quantise_columns(x, groups)
     right = dequantise_rows(x_grid, x_scales, groups)
@@ -164,10 +156,9 @@ def wgrad(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
 
 
 def _product(left: tuple[Tensor, Tensor], groups: Grouping, right: Tensor, peak: float) -> Tensor:
-    """left @ right^T, FP64: blocks are exact and added in their order.
+    """left @ right^T, FP64, of a grid with its scales and of FP64 values whose scales are powers of two.
 
-    `left` is a grid with its scales, `right` FP64 values of codes whose scales are powers of two, `peak` their
-    `gemm.row_peak`.
+    `peak` is the latter's `gemm.row_peak`.
     """
     grid, scales = left
     if groups.rule == "fp32":
@@ -176,73 +167,48 @@ def _product(left: tuple[Tensor, Tensor], groups: Grouping, right: Tensor, peak:
     return spanned_gemm(dequantise_rows(grid, scales, groups), right, spans, peak, groups.columns)
 
 
-class _Fp8Linear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight, recipe: Recipe) -> Tensor:
+    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight, form: LinearFormat) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.recipe = weight, recipe
-        return fprop(x, weight, recipe)
+        ctx.weight, ctx.form = weight, form
+        return form.product(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_weight = wgrad(grad, x, ctx.recipe) if ctx.needs_input_grad[1] else None
-        return dgrad(grad, ctx.weight, ctx.recipe), grad_weight, None, None
+        grad_weight = ctx.form.weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
+        return ctx.form.input_gradient(grad, ctx.weight), grad_weight, None, None
 
 
-class _Fp8ForwardLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight, recipe: Recipe) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return fprop(x, weight, recipe)
+class Bf16Linear(LinearFormat):
+    """BF16 operands and output. FP64 accumulation: order changes a result with probability about 2^-40."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
-        grad_weight = grad.t() @ x if ctx.needs_input_grad[1] else None
-        return grad @ ctx.weight.dequantised.float(), grad_weight, None, None
+    name = "bf16"
 
-
-class _Bf16Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
+    def product(self, x: Tensor, weight: LinearWeight) -> Tensor:
         return (x.double() @ weight.dequantised.t()).to(torch.bfloat16).float()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (x,) = ctx.saved_tensors
-        grad_weight = grad.t() @ x if ctx.needs_input_grad[1] else None
-        return grad @ ctx.weight.grid, grad_weight, None
 
+class ExactFp32Linear(LinearFormat):
+    """FP32 operands and output, accumulated so that no order of summation shows: FP32 as a side of a contract."""
 
-class _ExactFp32Linear(_Bf16Linear):
-    """The backward is that of BF16: FP32 products of the gradient with the weight and the input."""
+    name = "fp32"
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
+    def product(self, x: Tensor, weight: LinearWeight) -> Tensor:
         return sliced_gemm(x, weight.grid).float()
 
 
-class Fp8BlockLinear:
-    """Block FP8 in all three GEMMs."""
+class Fp32Linear(LinearFormat):
+    """Products of `transformers` with FP32 weights: FP32 accumulation, in an order that depends on the batch."""
 
-    name = "fp8_block"
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    name = "fp32"
 
     def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        y: Tensor = _Fp8Linear.apply(x, weight.master, weight, self.recipe)  # type: ignore[no-untyped-call]
-        return y
+        return torch.nn.functional.linear(x, weight.grid if weight.master is None else weight.master)
 
 
-class Fp8ForwardLinear:
+class Fp8ForwardLinear(LinearFormat):
     """Block FP8 forward; backward from the dequantised weight and the high-precision input, in FP32."""
 
     name = "fp8_block"
@@ -250,35 +216,18 @@ class Fp8ForwardLinear:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
-    def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        y: Tensor = _Fp8ForwardLinear.apply(x, weight.master, weight, self.recipe)  # type: ignore[no-untyped-call]
-        return y
+    def product(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        return fprop(x, weight, self.recipe)
+
+    def input_gradient(self, grad: Tensor, weight: LinearWeight) -> Tensor:
+        return grad @ weight.dequantised.float()
 
 
-class Bf16Linear:
-    """BF16 operands and output. FP64 accumulation: order changes a result with probability about 2^-40."""
+class Fp8BlockLinear(Fp8ForwardLinear):
+    """Block FP8 in all three GEMMs."""
 
-    name = "bf16"
+    def input_gradient(self, grad: Tensor, weight: LinearWeight) -> Tensor:
+        return dgrad(grad.contiguous(), weight, self.recipe)
 
-    def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        y: Tensor = _Bf16Linear.apply(x, weight.master, weight)  # type: ignore[no-untyped-call]
-        return y
-
-
-class ExactFp32Linear:
-    """FP32 operands and output, accumulated so that no order of summation shows: FP32 as a side of a contract."""
-
-    name = "fp32"
-
-    def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        y: Tensor = _ExactFp32Linear.apply(x, weight.master, weight)  # type: ignore[no-untyped-call]
-        return y
-
-
-class Fp32Linear:
-    """Products of `transformers` with FP32 weights: FP32 accumulation, in an order that depends on the batch."""
-
-    name = "fp32"
-
-    def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        return torch.nn.functional.linear(x, weight.grid if weight.master is None else weight.master)
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return wgrad(grad.contiguous(), x, self.recipe)

@@ -1,16 +1,13 @@
 """Logits and log-probabilities that do not depend on the batch they are computed in.
 
 The head multiplies BF16 hidden states by BF16 weights on fixed-point grids (`numerics.gemm.align_rows`). So FP32 logits
-are equal for any batch; the normaliser is a sum of fixed-point numbers. Temperature divides the logits, as in the
-engine that samples.
+are equal for any batch; the normaliser is a sum of fixed-point numbers. Temperature divides the logits.
 
 Top-k and top-p (`Truncation`) leave a part of the vocabulary, and what is left is normalised anew. Engine and trainer
-apply one rule to their own logits, before log-probs, entropies and gradients. Tokens that are left out have the
-log-prob -inf, add nothing to the entropy and get no gradient. The part itself is held fixed in the gradient.
+apply one rule to their own logits. Tokens that are left out have the log-prob -inf and no part in the entropy and the
+gradient.
 
-`chunked_logprobs` never holds the logits of all tokens: it runs over the tokens in chunks, forward and backward, for
-any `ChunkedHead`. The heads are `ExactHead` here, the packed trainer's (`numerics.packed`) and Megatron's, which is
-sharded over the vocabulary.
+`chunked_logprobs` never holds the logits of all tokens: it runs over the tokens in chunks, forward and backward.
 """
 
 from abc import ABC, abstractmethod
@@ -50,13 +47,9 @@ class HeadWeight:
 class Truncation:
     """The part of the vocabulary that is sampled from, found anew at each position.
 
-    Tokens are ordered by logit, the highest first, and equal ones by their id, the lowest first. The first `top_k` are
-    left. Of these, a token is left while the probability of those before it is below `top_p`, so one is at least.
-    Probabilities are those after top-k, in units of 2^-34 of the largest, whose sums are exact in any order.
-
-    Attributes:
-        top_k: at least 1; None leaves all.
-        top_p: in (0, 1]; 1 leaves all.
+    Tokens are ordered by logit, the highest first, and equal ones by their id, the lowest first. The first `top_k`
+    (None: all) are left. Of these, a token is left while the probability of those before it is below `top_p`, so one is
+    at least. Probabilities are those after top-k, in units of 2^-34 of the largest, whose sums are exact in any order.
     """
 
     top_k: int | None
@@ -77,7 +70,7 @@ class HeadFormat(Protocol):
 
 
 def load_head(values: Tensor) -> HeadWeight:
-    """Make a head ready, without a master; `values` is [vocabulary, hidden] of any float type."""
+    """Make a head ready, without a master."""
     full = values.float()
     aligned, bits = torch.empty(full.shape, dtype=torch.float64), alignment_bits(full.shape[1])
     for rows, piece in zip(aligned.split(_HEAD_ROWS), full.split(_HEAD_ROWS), strict=True):
@@ -86,8 +79,6 @@ def load_head(values: Tensor) -> HeadWeight:
 
 
 class Fp32Head:
-    """BF16 weights, FP32 output."""
-
     name = "fp32"
 
     def logits(self, hidden: Tensor, head: HeadWeight) -> Tensor:
@@ -131,10 +122,7 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 @with_kernel("softmax")
 def token_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target, the one that `log_softmax` gives it, and entropy of each distribution; FP32 [tokens].
-
-    Logits are FP32 [tokens, vocabulary], targets int64 [tokens].
-    """
+    """Log-prob of each target, int64 [tokens], as of `log_softmax`, and entropy of each distribution; FP32 [tokens]."""
     logp = log_softmax(logits, temperature)
     chosen = logp.gather(-1, targets[:, None]).squeeze(-1).float()
     return chosen, -(logp.exp() * logp.clamp_min_(_LOWEST)).sum(-1).float()
@@ -149,10 +137,8 @@ def logit_slopes(
     gradients: tuple[Tensor | None, Tensor | None],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient by the logits, [tokens, vocabulary], from `gradients` of log-probs and entropies, FP32 [tokens] each.
-
-    These are None where nothing depends on them; `entropy` is that of `token_statistics`.
-    """
+    """Gradient by the logits, [tokens, vocabulary], from `gradients` of log-probs and entropies, FP32 [tokens] or None;
+    `entropy` is that of `token_statistics`."""
     scaled = (None if g is None else g / temperature for g in gradients)
     return logit_gradient(log_softmax(logits, temperature), targets, *scaled).to(dtype)
 
@@ -173,7 +159,7 @@ class ChunkedHead(ABC):
 
     @abstractmethod
     def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """FP32 log-probs of the targets and entropies, of the rows of this head."""
+        """FP32 log-probs of the targets and entropies."""
 
     @abstractmethod
     def slopes(
@@ -186,7 +172,6 @@ class ChunkedHead(ABC):
         """Add slopes^T hidden to FP32 `total`."""
 
     def hidden_gradient(self, slopes: Tensor) -> Tensor:
-        """slopes @ weight."""
         return slopes @ self.weight
 
     def total(self, x: Tensor) -> Tensor:
@@ -237,7 +222,7 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, FP32 [tokens], in nats, both differentiable.
 
-    `hidden` is [tokens, hidden], after the final norm; `master` receives the gradient of the head's weight, if any.
+    `hidden` is [tokens, hidden], after the final norm; `master` receives the gradient of the head's weight.
     """
     logprobs, entropy = _ChunkedLogprobs.apply(hidden, master, head, targets)  # type: ignore[no-untyped-call]
     return logprobs, entropy
@@ -281,8 +266,8 @@ def token_logprobs(
 def logit_gradient(logp: Tensor, targets: Tensor, grad: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
     """Gradient by the tempered logits: grad * (1[target] - p) - grad_entropy * p * (log p + H), H the entropy.
 
-    `logp`, [tokens, vocabulary], is overwritten; the result has its shape and dtype. Targets are int64 [tokens].
-    `grad`, of their log-probs, and `grad_entropy` are [tokens]; None where nothing depends on them.
+    `logp`, [tokens, vocabulary], is overwritten. `grad`, of the targets' log-probs, and `grad_entropy` are [tokens] or
+    None.
     """
     flatter = None
     if grad_entropy is not None:
@@ -310,9 +295,7 @@ _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
 def uniform(seeds: Tensor, position: int | Tensor) -> Tensor:
     """Uniform FP64 numbers in [0, 1) with 53 random bits, by SplitMix64 (Steele et al., OOPSLA 2014).
 
-    Args:
-        seeds: int64 [B], one per sample.
-        position: index of the token within its completion; of all, or int64 [B].
+    `seeds`: int64 [B]; `position`: index of the token within its completion, of all or int64 [B].
     """
     z = seeds + (position + 1) * torch.tensor(_GOLDEN)
     z = (z ^ _shift_right(z, 30)) * _MIX_1
@@ -322,7 +305,7 @@ def uniform(seeds: Tensor, position: int | Tensor) -> Tensor:
 
 
 def sample(logprobs: Tensor, draws: Tensor) -> Tensor:
-    """Inverse-CDF sampling: int64 [B] from FP64 log-probs [B, V] and uniform draws in [0, 1) [B]."""
+    """Inverse-CDF sampling: int64 [B] from FP64 log-probs [B, V] and draws in [0, 1) [B]."""
     cumulative = logprobs.exp().cumsum(-1)
     assert bool((cumulative[:, -1] > 0).all()), "not a distribution: NaN, or no token with any probability"
     # Even the largest draw, 1 - 2^-53, times the total rounds to less than the total. So some token is always found,
@@ -332,19 +315,10 @@ def sample(logprobs: Tensor, draws: Tensor) -> Tensor:
 
 @with_kernel("softmax")
 def drawn_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The token of each row that `sample` chooses by the row's `uniform` number, and its log-prob.
+    """The token of each row that `sample` chooses by the row's `uniform` number, int64 [B], and its log-prob, FP32 [B].
 
-    On a GPU exponentials are FP32 and their sums FP64. So a row has another token where its number is within FP32's
-    rounding of the sum that ends one. A row that is not finite has the log-prob NaN there; here it is an assertion.
-
-    Args:
-        logits: FP32 [B, V].
-        temperatures: FP32 [B], each above 0.
-        seeds: int64 [B].
-        places: int64 [B], of the tokens in their sequences.
-
-    Returns:
-        int64 [B], FP32 [B].
+    Of logits, FP32 [B, V], temperatures above 0, FP32 [B], seeds and places in sequences, int64 [B]. On a GPU
+    exponentials are FP32: a row has another token where its number is within FP32's rounding of the sum that ends one.
     """
     logprobs = log_softmax(logits / temperatures[:, None], 1.0)
     tokens = sample(logprobs, uniform(seeds, places))
@@ -352,7 +326,7 @@ def drawn_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, places: Te
 
 
 def greedy(logprobs: Tensor) -> Tensor:
-    """The most likely token, the first of several: int64 [B] from [B, V]."""
+    """The most likely token, the first of several."""
     return logprobs.argmax(-1)
 
 

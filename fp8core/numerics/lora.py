@@ -1,8 +1,7 @@
 """The weight of a linear with a LoRA adapter (arXiv 2106.09685), W + factor * B A, and the gradients of A and B.
 
-One rule gives the same bytes on every device and for any cut into rows. A product of two FP32 numbers is exact in
-FP64. The products of an element are added in the order of the rank, the factor multiplies the sum, and W is added. Each
-of these operations rounds to FP64. The result is rounded to FP32 once.
+The products of an element, exact in FP64, are added in the order of the rank. The factor multiplies the sum, W is
+added, and the result is rounded to FP32 once. The bytes are the same on every device and for any cut into rows.
 """
 
 from typing import Any
@@ -18,9 +17,9 @@ _CHUNK = 1 << 15
 
 @with_kernel("lora")
 def merged_weight(base: Tensor, left: Tensor, right: Tensor, factor: float) -> Tensor:
-    """W + factor * B A, FP32, where W is BF16 or FP32 [out, in], or some of its rows, and the factor is alpha / rank.
+    """W + factor * B A, FP32, of W, BF16 or FP32 [out, in], B, FP32 [out, rank], and A, FP32 [rank, in].
 
-    B is FP32 [out, rank], the same rows, and A is FP32 [rank, in].
+    W and B may be the same rows of the whole; the factor is alpha / rank.
     """
     merged = torch.empty_like(base, dtype=torch.float32)
     step, wide = max(1, _CHUNK // base.shape[1]), right.double()
@@ -54,6 +53,6 @@ class _Merged(torch.autograd.Function):
 
 
 def with_gradients(merged: Tensor, left: Tensor, right: Tensor, factor: float) -> Tensor:
-    """A merged weight whose gradient goes on to B and A at once, and is not kept."""
+    """A merged weight whose gradient goes on to B and A."""
     given: Tensor = _Merged.apply(left, right, merged, factor)  # type: ignore[no-untyped-call]
     return given

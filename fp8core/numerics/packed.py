@@ -1,15 +1,12 @@
 """Packed sequences of different lengths, causal attention over them, and the output head.
 
-Attention is in the formats of `numerics.attention`. BF16 on a GPU is FlashAttention, as torch brings it for sequences
-of different lengths. Over an FP8 cache it computes what the rollout engine computes when it decodes: a token's result
-depends on nothing but the keys before it. The gradient is that of BF16 attention over the values that the codes stand
-for, from the output and the log-sum-exp that the forward had. This is a straight-through estimator: rounding of Q, K, V
-and P is passed through, saturated codes get nothing. On a CPU both are the exact forms of `numerics.attention`, one
+Attention is in the formats of `numerics.attention`. BF16 on a GPU is FlashAttention. Over an FP8 cache it computes what
+the rollout engine computes when it decodes. The gradient is that of BF16 attention over the values of the codes, from
+the output and the log-sum-exp of the forward. Saturated codes get nothing. On a CPU both are the exact forms, one
 sequence at a time.
 
-The head multiplies BF16 weights to FP32 logits. On Hopper the product is DeepGEMM's BF16 GEMM with FP32 output, whose
-accumulation does not depend on the number of rows. Engine and trainer call it alike. On a CPU it is the exact form of
-`numerics.logprobs`.
+The head multiplies BF16 weights to FP32 logits, on Hopper by DeepGEMM's BF16 GEMM, whose accumulation does not depend
+on the number of rows. Engine and trainer call it alike.
 
 Shapes: qkv BF16 [tokens, (query_heads + 2 kv_heads) * head_dim], normed and rotated; attention's output BF16
 [tokens, query_heads * head_dim].
@@ -49,12 +46,11 @@ class PackedSequences:
     """Where each sequence of a pack lies.
 
     Every sequence begins at a multiple of `PAGE`, and the pack holds a multiple of 128 tokens, as block-FP8 weight
-    gradients require. Padding of a page is the end of the sequence before it, so that no real token sees it. Padding of
-    the pack is a sequence of its own.
+    gradients require. Filling of a page ends the sequence before it, filling of the pack is a sequence of its own.
 
     Attributes:
         lengths: real tokens of each sequence.
-        starts: where each begins, and the number of tokens of the pack (one more than there are lengths).
+        starts: where each begins, and the number of tokens of the pack.
     """
 
     lengths: tuple[int, ...]
@@ -62,7 +58,6 @@ class PackedSequences:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "PackedSequences":
-        """Lay out sequences of at least one token each, in this order."""
         assert lengths, "a pack without sequences"
         assert min(lengths) > 0, "an empty sequence"
         starts = [0]
@@ -73,7 +68,6 @@ class PackedSequences:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the pack, filling included."""
         return self.starts[-1]
 
     @cached_property
@@ -98,7 +92,7 @@ class PackedSequences:
 
     @cached_property
     def positions(self) -> Tensor:
-        """int64 [tokens]: from 0 in every sequence, and 0 where the pack is filled up."""
+        """int64 [tokens]: `offsets`, and 0 where the pack is filled up."""
         return torch.where(self.valid, self.offsets, 0)
 
     @cached_property
@@ -127,11 +121,8 @@ def copied(tensor: Tensor, device: torch.device) -> Tensor:
 class DevicePack(NamedTuple):
     """A pack with what kernels read of it, on their device.
 
-    Attributes:
-        sequences: where each lies.
-        positions: int64 [tokens].
-        starts: int32 [sequences + 1].
-        pages: int32 [sequences, pages of the longest]: which page of the pack holds keys 16 i and after.
+    `positions` are int64 [tokens], `starts` int32 [sequences + 1]. `pages`, int32 [sequences, pages of the longest],
+    has the pages of the pack with keys 16 i and after.
     """
 
     sequences: PackedSequences
@@ -153,8 +144,7 @@ class PackedAttention(ABC):
     name: str
 
     @abstractmethod
-    def forward(self, qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales | None) -> Attended:
-        """Attention of a pack; nothing is recorded for autograd."""
+    def forward(self, qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales | None) -> Attended: ...
 
     @abstractmethod
     def backward(
@@ -166,7 +156,7 @@ class PackedAttention(ABC):
         pack: DevicePack,
         scales: LayerScales | None,
     ) -> Tensor:
-        """Gradient of qkv; `saved` is what the forward left for it."""
+        """Gradient of qkv; `saved` is `Attended.for_backward`."""
 
 
 class Bf16PackedAttention(PackedAttention):
@@ -216,7 +206,7 @@ class Fp8PackedAttention(PackedAttention):
 
 @with_kernel("attention")
 def bf16_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, exact: Bf16Attention) -> Attended:
-    """The exact form for each sequence; a kernel saves its output and log-sum-exp for the backward."""
+    """The exact form for each sequence."""
     return Attended(_one_by_one(qkv, layout, pack, exact, None), ())
 
 
@@ -232,7 +222,7 @@ def bf16_attention_backward(
 def fp8_attention(
     qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales, products: AttentionProducts, longest: int
 ) -> Attended:
-    """The exact form for each sequence, or what the decode kernel computes; that saves its output and log-sum-exp."""
+    """The exact form for each sequence; a kernel computes what the decode kernel does."""
     return Attended(_one_by_one(qkv, layout, pack, FP8_CACHE_FORMS[products], scales), ())
 
 
@@ -281,10 +271,7 @@ class HeadOptions(NamedTuple):
 
 @with_kernel("hopper_gemm")
 def head_logits(hidden: Tensor, weight: Tensor, output: torch.dtype = torch.float32) -> Tensor:
-    """Logits, FP32 [tokens, vocabulary], with values of `output`: float32, or bfloat16, to which they are rounded.
-
-    Hidden states are BF16 [tokens, hidden], the weight is BF16 [vocabulary, hidden].
-    """
+    """Logits of BF16 hidden states and weight, FP32 [tokens, vocabulary], rounded to values of `output`."""
     aligned = align_rows(weight.double(), alignment_bits(weight.shape[1]))
     return aligned_gemm(hidden, aligned).to(output).float()
 

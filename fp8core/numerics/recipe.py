@@ -6,10 +6,9 @@
     gradients     dX = dY W      1 x 128 along `out`       FP32
     tokens        dW = dY^T X    128 x 1 along the tokens  powers of two
 
-Under an FP32 scale the largest element of a group has no error. Pretrained decoders have activations of which one
-element carries nearly all of a group. Groups of tokens have powers of two: a gradient of a weight then does not depend
-on how tokens are packed (docs/results/accuracy.md). Another recipe touches this module, its quantiser (`e4m3`) and its
-product (`gemm`).
+Under an FP32 scale the largest element of a group, which carries nearly all of it in activations of pretrained
+decoders, has no error. Groups of tokens have powers of two: a gradient of a weight then does not depend on how tokens
+are packed (docs/results/accuracy.md).
 """
 
 from dataclasses import dataclass, replace
@@ -49,8 +48,7 @@ class Recipe:
 
     Attributes:
         name: `precision.scale_rule`.
-        activations, weights, gradients, tokens: see the table above. Of `tokens` the groups are 1 x n of the
-            transposed operands.
+        activations, weights, gradients, tokens: see the table above; `tokens` are 1 x n of the transposed operands.
         cache: rule of the scales of K and V in the cache, and of Q where its products are E4M3.
         attention: products over an FP8 cache.
         bf16_first_layers, bf16_last_layers: decoder layers whose linears stay in BF16.
@@ -67,7 +65,7 @@ class Recipe:
     bf16_last_layers: int = 0
 
     def in_fp8(self, layer: int, layers: int) -> bool:
-        """True where the linears of a layer, of so many, multiply codes if any do."""
+        """True for layers whose linears are not left in BF16."""
         return self.bf16_first_layers <= layer < layers - self.bf16_last_layers
 
 

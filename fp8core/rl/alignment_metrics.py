@@ -1,51 +1,12 @@
 """Metrics of the mismatch between the rollout policy and the trained policy, from log-probs of sampled tokens.
 
-Tokens were sampled from the rollout policy g; p is the training policy and m = (p + g) / 2. Per token
-d = log p - log g, w = exp(d), v = min(w, C) with the truncation cap C. `mean` is over the unmasked tokens, `rows` over
-the sequences that have one; D is a row's mean of -d. Every exponent is clamped to +-20; sums are FP64.
-"Unbiased" is meant of the sum over tokens, for divergences of next-token distributions at prefixes that g wrote. The
-mean divides it by a token count that is random too.
+Tokens were sampled from the rollout policy g; p is the training policy. docs/reference/numerics.md has the formula,
+ideal and origin of each metric. Per token d = log p - log g, w = exp(d). Exponents are clamped to +-20; sums are FP64.
+Known deviations: NeMo RL clamps no exponent and takes sampling_importance_ratio after truncation. verl adds 1e-8 inside
+ESS, which is then never exactly 1, and clamps no k3.
 
-| name                               | formula                     | ideal | estimates                   | used by    |
-|------------------------------------|-----------------------------|-------|-----------------------------|------------|
-| token_mult_prob_error              | mean exp(|d|)               | 1     | heavy tail                  | NeMo       |
-| token_mult_prob_error_pos_A_B      | same, A..B of each row      | 1     | absent without such tokens  |            |
-| {max,mean,min}_seq_mult_prob_error | row means of exp(|d|)       | 1     |                             | NeMo       |
-| kl                                 | mean -d (k1)                | 0     | KL(g,p), unbiased, signed   | verl       |
-| k2_kl                              | mean d^2/2                  | 0     | KL(g,p), biased: order d^3  |            |
-| k3_kl, gen_kl_error                | mean exp(d)-1-d             | 0     | KL(g,p), unbiased, >= 0     | verl, NeMo |
-| policy_kl_error                    | mean exp(-d)-1+d            | 0     | KL(p,g), biased: g's tokens | NeMo       |
-| reverse_kl                         | mean w d                    | 0     | KL(p,g), unbiased, signed   |            |
-| reverse_k2_kl                      | mean w d^2/2                | 0     | KL(p,g), biased: order d^3  |            |
-| reverse_k3_kl                      | mean w (exp(-d)-1+d)        | 0     | KL(p,g), unbiased, >= 0     |            |
-| js_divergence                      | w log p/m + log g/m, half   | 0     | JS(p,g), unbiased, >= 0     |            |
-| js_divergence_error                | k3 of both logs, half       | 0     | JS, biased: not m's tokens  | NeMo       |
-| sampling_importance_ratio          | mean w                      | 1     | expectation 1 for any p     | NeMo       |
-| sampling_importance_ratio_seq      | rows: mean exp(sum d)       | 1     | expectation 1 for any p     | NeMo       |
-| chi2_token                         | mean w^2 - 1                | 0     | chi2(p,g), unbiased         | verl       |
-| chi2_seq                           | rows: mean exp(2 sum d) - 1 | 0     | chi2 of rows, unbiased      | verl       |
-| ess                                | (mean v)^2 / mean v^2       | 1     | biased: ratio of two means  | verl       |
-| rollout_is_{mean,std,min,max}      | of v; population std        | 1, 0  | biased by the truncation    | verl       |
-| fraction_high, fraction_low        | share of w > C; of w < 1/C  | 0     | raw w: v never exceeds C    | verl       |
-| share_outside_0.9_1.1              | share of w outside          | 0     |                             |            |
-| seq_max_deviation                  | rows: max |mean w - 1|      | 0     | raw w, not truncated        | verl       |
-| {training,rollout}_log_ppl         | rows: mean -log p; -log g   |       | cross-entropy; entropy of g | verl       |
-| {training,rollout}_ppl             | rows: mean exp of the same  |       | biased: exp of a mean       | verl       |
-| log_ppl_diff[_max,_min]            | rows: mean (max, min) of D  | 0     | KL(g,p), biased by lengths  | verl       |
-| log_ppl_abs_diff                   | rows: mean |D|              | 0     |                             | verl       |
-| ppl_ratio                          | rows: mean exp(D)           | 1     | inverse geometric weight    | verl       |
-| approx_entropy                     | mean -w log p               |       | entropy of p, unbiased      | NeMo       |
-| logprob_abs_diff[_max]             | mean (max) of |d|           | 0     |                             | slime      |
-| abs_diff_{p50,p95,p99,p99.9,max}   | nearest rank of |d|         | 0     |                             |            |
-| tokens, sequences                  | unmasked; not empty         |       |                             |            |
-| tokens_differing                   | FP32 p, g not bit-equal     | 0     |                             |            |
-
-Known deviations: NeMo RL (NeMo above) clamps no exponent and takes sampling_importance_ratio after truncation. verl
-adds 1e-8 inside ESS, which is then never exactly 1, and clamps no k3.
-
-The divergence estimates (`k1` to `jensen_shannon_k3`) are functions of one log-ratio d = log p(token) - log q(token)
-for tokens sampled from q, of any shape. Each is elementwise, differentiable and unclamped: callers pass
-`clamp_exponent(d)` where an exponential could overflow. Source: J. Schulman, "Approximating KL Divergence" (2020).
+Divergences (`k1` to `jensen_shannon_k3`) are functions of d = log p(token) - log q(token) for tokens sampled from q, of
+any shape: elementwise, differentiable, unclamped (J. Schulman, "Approximating KL Divergence", 2020).
 """
 
 import math
@@ -55,6 +16,8 @@ import torch
 from torch import Tensor
 
 EXPONENT_BOUND = 20.0
+POSITION_STARTS = (0, 16, 64, 256, 1024)
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 
 
 def clamp_exponent(d: Tensor) -> Tensor:
@@ -68,7 +31,7 @@ def k1(d: Tensor) -> Tensor:
 
 
 def k2(d: Tensor) -> Tensor:
-    """d^2 / 2: never negative; biased for KL(q || p), by the third order of d."""
+    """d^2 / 2: never negative; biased for KL(q || p), of order d^3."""
     return d.square() / 2
 
 
@@ -96,76 +59,46 @@ def _against_mixture(d: Tensor) -> tuple[Tensor, Tensor]:
     return -torch.log1p(torch.expm1(-d) / 2), -torch.log1p(torch.expm1(d) / 2)
 
 
-POSITION_STARTS = (0, 16, 64, 256, 1024)
-QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
-
-
-class AlignmentAccumulator:
-    """Streams micro-batches; holds 16 bytes per unmasked token until `result`, for exact quantiles."""
-
-    def __init__(self, cap: float = 2.0) -> None:
-        """`cap`: truncation cap C of the importance weights (ess, rollout_is_*, fraction_high, fraction_low)."""
-        if not cap >= 1:
-            raise ValueError(f"cap={cap}: the truncation cap of importance weights must be at least 1")
-        self._cap = cap
-        self._training: list[Tensor] = []
-        self._rollout: list[Tensor] = []
-        self._lengths: list[Tensor] = []
-
-    def add(self, training: Tensor, rollout: Tensor, mask: Tensor) -> None:
-        """Add sequences.
-
-        `training`, `rollout`: log-probs of the sampled tokens under both policies, float [B, T], natural log.
-        `mask`: bool [B, T], true where the rollout policy wrote the token; elsewhere any value is allowed.
-        Raises ValueError for wrong shapes or dtypes and for a NaN or infinity at an unmasked position.
-        """
-        training, rollout = training.detach(), rollout.detach()
-        _check(training, rollout, mask)
-        self._training.append(training[mask].double().cpu())
-        self._rollout.append(rollout[mask].double().cpu())
-        self._lengths.append(mask.sum(dim=1).cpu())
-
-    def result(self) -> dict[str, float]:
-        """Every metric of the module's table over all sequences added; ValueError when no token was unmasked.
-
-        The split into `add` calls, the order of the rows and the padding do not change a single bit.
-        """
-        if sum(chunk.numel() for chunk in self._training) == 0:
-            raise ValueError("no unmasked token: alignment metrics of an empty batch are undefined")
-        training, rollout = torch.cat(self._training), torch.cat(self._rollout)
-        lengths = torch.cat(self._lengths)
-        lengths = lengths[lengths > 0]
-        d = training - rollout
-        ranked = _ranked(d)
-        return {
-            "tokens": float(d.numel()),
-            "sequences": float(lengths.numel()),
-            "tokens_differing": float(_differing(training, rollout)),
-            "approx_entropy": _mean(_ranked(-clamp_exponent(d).exp() * training)),
-            **_divergences(ranked),
-            **_weights(ranked, self._cap),
-            **_differences(ranked),
-            **_by_position(d, _positions(lengths)),
-            **_by_sequence(training, rollout, lengths),
-        }
-
-
 def alignment_metrics(training: Tensor, rollout: Tensor, mask: Tensor, cap: float = 2.0) -> dict[str, float]:
-    """Every metric of the module's table for one batch; arguments and errors as `AlignmentAccumulator.add`."""
-    accumulator = AlignmentAccumulator(cap)
-    accumulator.add(training, rollout, mask)
-    return accumulator.result()
+    """Every metric of a batch; the order of its rows and their padding do not change a single bit.
+
+    Args:
+        training, rollout: log-probs of the sampled tokens under both policies, float [B, T], natural log.
+        mask: bool [B, T], true where the rollout policy wrote the token; elsewhere any value is allowed.
+        cap: truncation cap C of the importance weights (ess, rollout_is_*, fraction_high, fraction_low).
+
+    Raises ValueError: there is no unmasked token, or one has NaN or infinity.
+    """
+    assert cap >= 1, f"cap={cap}: the truncation cap of importance weights"
+    training, rollout = training.detach(), rollout.detach()
+    _check(training, rollout, mask)
+    lengths = mask.sum(dim=1).cpu()
+    lengths = lengths[lengths > 0]
+    if not len(lengths):
+        raise ValueError("no unmasked token: alignment metrics of an empty batch are undefined")
+    training, rollout = training[mask].double().cpu(), rollout[mask].double().cpu()
+    d = training - rollout
+    ranked = _ranked(d)
+    differing = training.float().view(torch.int32) != rollout.float().view(torch.int32)
+    return {
+        "tokens": float(d.numel()),
+        "sequences": float(lengths.numel()),
+        "tokens_differing": float(differing.sum()),
+        "approx_entropy": _mean(_ranked(-clamp_exponent(d).exp() * training)),
+        **_divergences(ranked),
+        **_weights(ranked, cap),
+        **_differences(ranked),
+        **_by_position(d, lengths),
+        **_by_sequence(training, rollout, lengths),
+    }
 
 
 def _check(training: Tensor, rollout: Tensor, mask: Tensor) -> None:
-    if training.ndim != 2 or training.shape != rollout.shape or training.shape != mask.shape:
-        shapes = f"training {list(training.shape)}, rollout {list(rollout.shape)}, mask {list(mask.shape)}"
-        raise ValueError(f"log-probs and mask must share one shape [sequences, tokens]: {shapes}")
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool, not {mask.dtype}")
+    assert mask.dtype == torch.bool, f"mask is {mask.dtype}, not bool"
+    assert training.ndim == 2, "log-probs are [sequences, tokens]"
+    assert training.shape == rollout.shape == mask.shape, "log-probs and mask differ in shape"
     for side, logprobs in (("training", training), ("rollout", rollout)):
-        if logprobs.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{side} log-probs must be float32 or float64, not {logprobs.dtype}")
+        assert logprobs.dtype in (torch.float32, torch.float64), f"{side} log-probs are {logprobs.dtype}"
         bad = (mask & ~logprobs.isfinite()).nonzero()
         if len(bad):
             row, position = bad[0].tolist()
@@ -181,10 +114,6 @@ def _ranked(values: Tensor) -> Tensor:
 
 def _mean(values: Tensor) -> float:
     return values.mean().item()
-
-
-def _differing(training: Tensor, rollout: Tensor) -> int:
-    return int((training.float().view(torch.int32) != rollout.float().view(torch.int32)).sum())
 
 
 def _divergences(d: Tensor) -> dict[str, float]:
@@ -230,13 +159,9 @@ def _differences(d: Tensor) -> dict[str, float]:
     return {"logprob_abs_diff": _mean(ranked), "logprob_abs_diff_max": largest, **quantiles, "abs_diff_max": largest}
 
 
-def _positions(lengths: Tensor) -> Tensor:
+def _by_position(d: Tensor, lengths: Tensor) -> dict[str, float]:
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    return torch.arange(len(starts)) - starts
-
-
-def _by_position(d: Tensor, positions: Tensor) -> dict[str, float]:
-    result = {}
+    positions, result = torch.arange(len(starts)) - starts, {}
     for start, stop in zip(POSITION_STARTS, (*POSITION_STARTS[1:], None), strict=True):
         inside = positions >= start if stop is None else (positions >= start) & (positions < stop)
         if inside.any():

@@ -1,9 +1,4 @@
-"""Rollouts as padded tensors for the trainer.
-
-Padding is on the right. Only completion tokens carry log-probs; `mask` is the one statement of which tokens the
-policy wrote. Columns of lists, as stored tables have them, become tensors and back without a Python object for each
-token.
-"""
+"""Rollouts as tensors for the trainer, padded on the right, and as columns of stored tables."""
 
 import hashlib
 import math
@@ -28,10 +23,8 @@ class TokenBatch:
         tokens: int64 [B, T].
         valid: bool [B, T], False on padding.
         completion: bool [B, T], True on tokens the policy wrote; never in column 0.
-        experts: int16 [B, T, sparse layers, k], the experts to replay at each position, -1 where the router is to
-            choose; None without router replay.
-        truncation: of the distributions that completions were sampled from, to which scores apply it too; None where
-            they are scored under whole distributions.
+        experts: int16 [B, T, sparse layers, k] to replay, -1 where the router is to choose; None without replay.
+        truncation: of the distributions that completions are scored under; None for whole ones.
     """
 
     tokens: Tensor
@@ -60,7 +53,7 @@ class TokenBatch:
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[Sequence[int]]) -> "TokenBatch":
-        """From prompts alone: the last token of each serves as its completion."""
+        """The last token of each prompt serves as its completion."""
         return cls.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
 
     @property
@@ -90,7 +83,7 @@ class RolloutBatch:
 
     Attributes:
         sequences: the tokens.
-        mask: bool [B, C], True where a completion has a token that the policy wrote.
+        mask: bool [B, C], tokens that the policy wrote.
         rollout_logprobs: FP32, under the policy that sampled.
         old_logprobs: FP32, under the trainer's policy at the start of the step, or of `stale` tokens under the policy
             that wrote them; None for those of the one update's forward.
@@ -99,13 +92,10 @@ class RolloutBatch:
         keep: bool [B], False for rows that are left out of the loss.
         weights: [B, C], importance weights; None until `Objective.corrected` has set them.
         kept: bool [B, C], tokens of the mask that the correction has not rejected; None until then, too.
-        centred_rewards: FP32 [B], rewards minus the mean of their prompt group, whatever the advantages are; None
-            where rewards are not known.
+        centred_rewards: FP32 [B], rewards minus the mean of their prompt group; None where rewards are not known.
         teacher_logprobs: FP32 under the teacher of a distillation, or None.
-        draw: the run's seed and the step, of which random choices of the loss are functions; None where it makes none.
-        selected: bool [B, C], tokens that the loss singles out; None until `Objective.selected` has set them.
-        observed: bool [B, C], tokens of an environment, by its turns; None where there are none.
         audited: number of a row -> its name, of those whose log-probs under the trainer's policy must be the rollout's.
+        observed: bool [B, C], tokens of an environment, by its turns; None where there are none.
         stale: bool [B, C], tokens of older policies whose own log-probs are the old ones; None where there are none.
     """
 
@@ -120,28 +110,23 @@ class RolloutBatch:
     kept: Tensor | None = None
     centred_rewards: Tensor | None = None
     teacher_logprobs: Tensor | None = None
-    draw: tuple[int, int] | None = None
-    selected: Tensor | None = None
     audited: Mapping[int, str] = field(default_factory=dict)
     observed: Tensor | None = None
     stale: Tensor | None = None
 
     @property
     def of_this_policy(self) -> Tensor:
-        """bool [B, C], written tokens whose rollout log-probs are under the policy at the start of the step."""
+        """bool [B, C], tokens whose rollout log-probs are under the policy at the start of the step."""
         return self.mask if self.stale is None else self.mask & ~self.stale
 
     def rows(self, rows: slice) -> "RolloutBatch":
-        """These rows only; padding is left as it is."""
         parts: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, sequences=self.sequences.part(rows), **parts)
 
 
 def drawn_rows(written: Tensor, share: float, purpose: str) -> list[int]:
-    """A share of the rows in which the policy wrote a token, ascending, and one at least; others hold nothing to check.
-
-    `written` is bool [rows, longest]. The text of `purpose` decides which: it has what the draw depends on.
-    """
+    """A share of the rows with a token in `written`, bool [rows, longest], ascending, and one at least; the text of
+    `purpose` decides which."""
 
     def drawn(row: int) -> bytes:
         return hashlib.sha256(f"{purpose}/{row}".encode()).digest()
@@ -167,7 +152,6 @@ def pad(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype, val
 
 
 def length_mask(rows: Sequence[Sequence[int] | Sequence[float]]) -> Tensor:
-    """bool [B, longest], True where a row has an element."""
     return torch.arange(max(len(row) for row in rows)) < torch.tensor([len(row) for row in rows])[:, None]
 
 
@@ -192,7 +176,7 @@ def column(values: Tensor, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) 
 
 
 def routes(column: pa.ChunkedArray) -> list[Tensor]:
-    """A column of `routes_column`: int16 [positions, sparse layers, k] of each row."""
+    """Experts, int16 [positions, sparse layers, k], of each row of a `routes_column`."""
     return [_routes(chunk.slice(i, 1)) for chunk in column.chunks for i in range(len(chunk))]
 
 

@@ -1,63 +1,21 @@
 """Correction of the mismatch between the policy that sampled and the policy that trains.
 
-Importance weights say how much each token's loss counts. With d = log p_training - log p_rollout per token and the
-mask m:
-
-| level     | raw weight of a token            | also called                                    |
-|-----------|----------------------------------|------------------------------------------------|
-| none      | 1                                | no correction                                  |
-| token     | exp(d)                           | TIS                                            |
-| sequence  | exp(sum of d over its row)       | sequence TIS; unbiased, explodes with length   |
-| geometric | exp(mean of d over its row)      | length-invariant                               |
-
-| action    | weight                           | mask                        | also called          |
-|-----------|----------------------------------|-----------------------------|----------------------|
-| keep      | w                                | m                           | -                    |
-| truncate  | min(w, high)                     | m                           | TIS                  |
-| clip      | min(max(w, low), high)           | m                           | CIS (slime)          |
-| band      | w if low <= w <= high, else 0    | m: zeroed tokens stay in it | IcePop               |
-| mask      | w                                | m and low <= w <= high      | MIS (slime)          |
-
-Exponents are clamped to +-20; masked tokens weigh 0. Tensors are FP64 [B, T], masks bool [B, T]; nothing carries a
-gradient. Sources: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
-verl `docs/algo/rollout_corr_math.md`; slime `examples/train_infer_mismatch_helper/mis.py`.
-
-Rejection filters say which tokens and rows are too far from the rollout policy to learn from at all. With dc = d
-clamped to +-20, the divergence of a token is k1 = -dc, k2 = dc^2/2 or k3 = exp(dc) - 1 - dc. A filter takes it per
-token, or as a row's sum, mean or maximum over its unmasked tokens. With `clamp="row"`, which is for k1, the sum or mean
-is clamped and d is not (SkyRL, slime). So d = (25, -18) has the sum 7, but 2 when each token is clamped (verl).
-
-| names                          | keeps                                     |
-|--------------------------------|-------------------------------------------|
-| {token,seq_sum,seq_mean}_k1    | low <= exp(-statistic) <= high            |
-| {token,seq_sum,seq_mean}_k2/k3 | statistic <= high                         |
-| seq_max_k2, seq_max_k3         | statistic <= high                         |
-
-The band of k1 is on rho = p_training / p_rollout, as papers state it. exp(-k1) is rho for a token, its product over the
-row for seq_sum, its geometric mean for seq_mean. verl's code tests 1/rho instead (pull request 6377), which is the same
-for low = 1/high only. seq_sum filters reject by length: a ratio of 1.1 a token is a product of 13780 after 100. Known
-compositions: seq_sum_k1 0.5_2.0 (MIS), seq_mean_k1 0.999_1.001 (geometric), seq_mean_k3 0.01 (K3).
-
-Sources: verl `docs/algo/rollout_corr_math.md`; the veto from slime `examples/train_infer_mismatch_helper/mis.py`; the
-error of a row from NeMo RL `nemo_rl/algorithms/grpo.py`; off-policy rows from DeepSeek-V3.2 (arXiv 2512.02556).
-
-A rule is data: a weighting, rejection filters and a veto, batch normalisation, and what a loss divides by.
-It yields weights, the mask of what remains, and the mask of what counts in the denominator.
+Per token d = log p_training - log p_rollout. Importance weights say how much each token's loss counts. Filters and a
+veto reject tokens and rows that are too far from the rollout policy. docs/reference/numerics.md has their names.
+Exponents are clamped to +-20; masked tokens weigh 0. Tensors are FP64 [B, T], masks bool [B, T], without gradient.
 
 - Decoupled (three policies): training = old log-probs; the loss is clipped on current - old and multiplied by weights.
   The rule is applied once to the whole optimiser batch, before that is split into micro-batches.
 - Bypass (two policies): training = current log-probs; either the clipped surrogate with old := rollout and no weights
-  (they would count twice), or `reinforce` with weights. Rejection applies to both. The rule is applied anew at every
-  update, to the rows of a micro-batch. So it can neither normalise nor count the tokens that will be left.
-
-| denominator | rejected tokens                                                                                       |
-|-------------|-------------------------------------------------------------------------------------------------------|
-| kept        | leave it (verl, decoupled): what remains weighs as much as if nothing else had been sampled           |
-| all         | stay in it with weight 0, as zeroed ones do (action `band`): NeMo RL, slime, SkyRL, verl's bypass mode |
+  (they would count twice), or `reinforce` with weights. The rule is applied anew at every update, to the rows of a
+  micro-batch. So it can neither normalise nor count the tokens that will be left.
 
 Order: veto, filters, clamp exponents, raw weights, action, zero rejected tokens, divide by the mean weight of what was
 kept or (`normalise_over`, slime) of all. With `order="joint"` each of these looks at all unmasked tokens; with
 `in_turn` (SkyRL) at what those before it left.
+
+Sources: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); verl
+`docs/algo/rollout_corr_math.md`; slime `examples/train_infer_mismatch_helper/mis.py`.
 """
 
 import math
@@ -71,18 +29,17 @@ from torch import Tensor
 from fp8core.config.section import suggestion
 from fp8core.errors import UserError
 from fp8core.rl.alignment_metrics import clamp_exponent, k1, k2, k3
-from fp8core.rl.losses import Denominator
 
 
 def log_ratio(training: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
-    """d = training - rollout in FP64, detached, 0 where masked; float [B, T] log-probs, bool [B, T] mask."""
+    """d = training - rollout in FP64, detached, 0 where masked."""
     assert mask.dtype == torch.bool, f"mask is {mask.dtype}, not bool"
     assert training.shape == rollout.shape == mask.shape, "training, rollout and mask differ in shape"
     return torch.where(mask, training.detach().double() - rollout.detach().double(), 0.0)
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the unmasked tokens of each row, [B, 1]; 0 for a row without any."""
+    """[B, 1]; 0 for a row without unmasked tokens."""
     return torch.where(mask, values, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp_min(1)
 
 
@@ -114,7 +71,7 @@ ACTIONS: dict[str, Callable[[Tensor, Tensor, float, float], tuple[Tensor, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Weighting:
-    """One line of each table: the level of the ratio, and what is done outside [low, high]."""
+    """The level of the ratio, one of `LEVELS`, and what is done outside [low, high], one of `ACTIONS`."""
 
     level: str
     action: str
@@ -122,17 +79,11 @@ class Weighting:
     high: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise UserError(f"correction.weighting.level: no level {self.level!r}; {suggestion(self.level, LEVELS)}")
-        if self.action not in ACTIONS:
-            raise UserError(
-                f"correction.weighting.action: no action {self.action!r}; {suggestion(self.action, ACTIONS)}"
-            )
-        if not 0 <= self.low <= self.high or self.high == 0:
-            raise UserError(f"importance weight bounds low={self.low}, high={self.high}: 0 <= low <= high, high > 0")
+        if not self.low <= self.high:
+            raise UserError(f"correction.weighting: low={self.low} is above high={self.high}")
 
     def raw(self, d: Tensor, mask: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Weights of log-ratios `d` before the action; a row's is that of its tokens in `seen`, or None: in `mask`."""
+        """Weights of log-ratios before the action; a row's is that of its tokens in `seen`, or None: in `mask`."""
         logarithms = LEVELS[self.level](d, mask if seen is None else seen)
         return torch.where(mask, clamp_exponent(logarithms).exp(), 0.0)
 
@@ -141,7 +92,6 @@ class Weighting:
         return ACTIONS[self.action](raw, mask, self.low, self.high)
 
     def out_of_bounds(self, raw: Tensor, mask: Tensor) -> Tensor:
-        """Bool [B, T]: unmasked tokens whose raw weight lies outside [low, high]."""
         return mask & ~_inside(raw, mask, self.low, self.high)
 
 
@@ -160,12 +110,16 @@ FILTERS: tuple[str, ...] = tuple(
     for divergence in _DIVERGENCES
     if (statistic, divergence) != ("seq_max", "k1")
 )
-"""The eleven names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """One test; `low` and `high` bound rho for k1, and `high` alone the divergence for k2 and k3."""
+    """A statistic of the divergence k1 = -d, k2 = d^2/2 or k3 = exp(d) - 1 - d, of a token or of a row's tokens.
+
+    For k1 `low` and `high` bound rho = p_training / p_rollout, as papers state it. rho is exp(-k1) of a token, or its
+    product or geometric mean over the row. verl tests 1/rho instead (pull request 6377). For k2 and k3 `high` bounds
+    the statistic. `clamp="row"` (SkyRL, slime) clamps the sum or mean of k1 to +-20, and not each d.
+    """
 
     name: str
     low: float = 0.0
@@ -175,24 +129,20 @@ class Filter:
     def __post_init__(self) -> None:
         if self.name not in FILTERS:
             raise UserError(f"correction.filters: no filter {self.name!r}; {suggestion(self.name, FILTERS)}")
-        if self.clamp not in ("token", "row") or (self.clamp == "row" and not self.bounds_ratio):
-            raise UserError(f"rejection filter {self.name}: clamp={self.clamp!r} must be token, or row for k1")
-        if not 0 < self.high < math.inf or not 0 <= self.low <= self.high:
-            raise UserError(
-                f"rejection filter {self.name}: low={self.low}, high={self.high}: 0 <= low <= high, high > 0"
-            )
-        if self.bounds_ratio and self.low == 0:
-            raise UserError(f"rejection filter {self.name} needs a band low_high, both above 0")
+        place = f"correction.filters: {self.name}"
+        if self.clamp == "row" and not self.bounds_ratio:
+            raise UserError(f"{place}: clamp=row is for k1")
+        if self.bounds_ratio and not 0 < self.low <= self.high:
+            raise UserError(f"{place}: low={self.low}, high={self.high}: set low above 0, and not above high")
         if not self.bounds_ratio and self.low != 0:
-            raise UserError(f"rejection filter {self.name} takes one upper bound, not a band")
+            raise UserError(f"{place}: low={self.low}: it takes an upper bound alone")
 
     @property
     def bounds_ratio(self) -> bool:
-        """True if the bounds are of the ratio rho (k1), False if of the divergence (k2, k3)."""
         return self.name.endswith("_k1")
 
     def passes(self, d: Tensor, mask: Tensor) -> Tensor:
-        """Bool [B, T]: unmasked tokens that pass; a row's test decides for all of its tokens."""
+        """Unmasked tokens that pass; a row's test decides for all of its tokens."""
         level, divergence = self.name.rsplit("_", 1)
         clamped = clamp_exponent(d) if self.clamp == "token" else d
         statistic = _STATISTICS[level](_DIVERGENCES[divergence](clamped), mask)
@@ -206,19 +156,13 @@ class Filter:
 class Veto:
     """Rejects a row for one catastrophic token: rho below `low` or above `high`. d is not clamped here.
 
-    One-sided (`high` infinite) it is slime's `rs_veto_threshold`; two-sided, SkyRL's outlier-token mask. The two-sided
-    veto from tau to 1/tau is the filter seq_max_k2 <= log(tau)^2 / 2.
+    One-sided (`high` infinite) it is slime's `rs_veto_threshold`; two-sided, SkyRL's outlier-token mask.
     """
 
     low: float
     high: float = math.inf
 
-    def __post_init__(self) -> None:
-        if not 0 < self.low <= self.high:
-            raise UserError(f"veto bounds low={self.low}, high={self.high}: 0 < low <= high")
-
     def catastrophic(self, d: Tensor, mask: Tensor) -> Tensor:
-        """Bool [B, T]: unmasked tokens outside the bounds."""
         return mask & ((d < math.log(self.low)) | (d > math.log(self.high)))
 
 
@@ -249,9 +193,8 @@ def row_error_metrics(errors: Tensor, rows: Tensor, kept: Tensor, rewards: Tenso
 def off_policy_rows(current: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, delta: float) -> Tensor:
     """Bool [B, T]: tokens of negative advantage in rows whose mean of log p_rollout - log p_current exceeds `delta`.
 
-    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556; slime `slime/utils/ppo_utils.py`,
-    `compute_opsm_mask`; TRL `off_policy_mask_threshold`). The rollout policy is the old one, as in the paper, so that
-    the mismatch of the engines counts too. `advantages`: float [B] or [B, T].
+    DeepSeek-V3.2 (arXiv 2512.02556); slime `slime/utils/ppo_utils.py`, `compute_opsm_mask`; TRL
+    `off_policy_mask_threshold`. `advantages`: float [B] or [B, T].
     """
     a = advantages if advantages.ndim == 2 else advantages[:, None]
     distance = row_mean(-log_ratio(current, rollout, mask), mask)
@@ -263,12 +206,16 @@ NORMALISATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda weights, mask: torch.where(mask, weights, 0.0).sum() / mask.sum().clamp_min(1),
     "sequence": lambda weights, mask: row_mean(weights, mask).sum() / mask.any(dim=1).sum().clamp_min(1),
 }
-"""The mean that weights are divided by: none, over tokens, or over rows of their means."""
+"""The mean that weights are divided by."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionRule:
-    """The treatment of d = log p_training - log p_rollout; the default only measures."""
+    """The default only measures.
+
+    Rejected tokens leave the `denominator` of the loss (`kept`, as in verl). Or they stay in it with weight 0 (`all`,
+    as in NeMo RL, slime, SkyRL and verl's bypass mode).
+    """
 
     weighting: Weighting = field(default_factory=lambda: Weighting(level="none", action="keep"))
     filters: tuple[Filter, ...] = ()
@@ -288,40 +235,33 @@ class CorrectionRule:
     def rejects(self) -> bool:
         return bool(self.filters) or self.veto is not None or self.weighting.action == "mask"
 
-    def __post_init__(self) -> None:
-        if self.normalise not in NORMALISATIONS:
-            raise UserError(f"batch normalisation {self.normalise!r} is not one of {', '.join(NORMALISATIONS)}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    weights: Tensor
-    """[B, T] in the dtype of the training log-probs, without gradient; 0 where `mask` is false."""
-    mask: Tensor
-    """Bool [B, T]: unmasked tokens that were not rejected."""
-    counted: Tensor
-    """Bool [B, T]: tokens that a loss divides by; `mask`, or all unmasked tokens, as the rule says."""
-    metrics: dict[str, float]
-    """masked_fraction, seq_masked_fraction, oob_ratio, batch_norm_factor, veto_fraction, catastrophic_token_fraction.
+    """The effect of a rule on a batch.
 
-    Shares are of the unmasked tokens; of their rows for seq_masked_fraction (rows that lost a token) and veto_fraction.
+    Attributes:
+        weights: [B, T] in the dtype of the training log-probs; 0 where `mask` is false.
+        mask: unmasked tokens that were not rejected.
+        counted: tokens that a loss divides by.
+        metrics: shares of the unmasked tokens, or of their rows.
     """
 
-    @property
-    def denominator(self) -> Denominator:
-        return Denominator.of(self.counted)
+    weights: Tensor
+    mask: Tensor
+    counted: Tensor
+    metrics: dict[str, float]
 
     @property
     def keep(self) -> Tensor:
-        """Bool [B]: rows with a remaining token, for `keep` of the group advantages."""
+        """Bool [B]: rows with a remaining token."""
         return self.mask.any(dim=1)
 
 
 def correct(rule: CorrectionRule, training: Tensor, rollout: Tensor, mask: Tensor) -> Correction:
-    """Apply `rule` to a whole optimiser batch, or, if it does not normalise, to any rows of it.
+    """Apply a rule to a whole optimiser batch, or, if it does not normalise, to any rows of it.
 
-    `training`, `rollout`: log-probs of the sampled tokens, float [B, T]; `mask`: bool [B, T], tokens that the policy
-    wrote; elsewhere any value is allowed.
+    `training`, `rollout`: log-probs of the sampled tokens, float [B, T]; any values where masked.
     """
     d = log_ratio(training, rollout, mask)
     catastrophic = rule.veto.catastrophic(d, mask) if rule.veto else torch.zeros_like(mask)

@@ -1,37 +1,12 @@
 """Policy losses of the GRPO family: per-token terms under one mask, one aggregation and one denominator.
 
-Every loss is minimised, computed in FP64 and differentiable in `current` alone. The mask is the only authority on
-what counts: a token it hides may hold NaN and has no gradient. The denominator counts the whole optimiser batch,
-after rejection or (`CorrectionRule.denominator`) with rejected tokens. In a policy loss rejected tokens add to the
-denominator alone: their terms are 0. No mean of ratios over a row, no selection and no gradient has them; a mean of
-terms over a row counts them. Reference penalty and entropy bonus cover all that the denominator counts, as in NeMo RL
-and in verl's bypass mode. So micro-batch losses and statistics add up to those of the batch, in every mode of
-correction.
+Every loss is minimised, computed in FP64 and differentiable in `current` alone. The mask is the only authority on what
+counts: a token it hides may hold NaN and has no gradient. The denominator counts the whole optimiser batch, so losses
+and statistics of micro-batches add up. Rejected tokens add to the denominator alone: their terms are 0. Reference
+penalty and entropy bonus cover all that the denominator counts, as in NeMo RL and in verl's bypass mode.
 
-Ratios are r = exp(clamp(current - old, -20, 20)), the weight w comes from `fp8core.rl.correction`, A is the
-advantage. In bypass mode pass the rollout's log-probs as `old`.
-
-All policy losses have the arguments of `clipped_surrogate`, and after them the options of their own. Those that clip
-nothing leave `clip` unread.
-
-Five aggregations go from terms to one scalar. Their denominator counts the tokens and non-empty sequences of the whole
-optimiser batch. An aggregation of an empty batch is 0.
-
-`reference_penalty` keeps the policy near a frozen reference policy. Let d = log p_reference - log p_current at tokens
-sampled from (about) the current policy. The per-token estimates of KL(current || reference) are k1 = -d, k2 = d^2/2 and
-k3 = exp(d) - 1 - d (GRPO, arXiv 2402.03300, eq. 4). As losses they differ from what they estimate, for on-policy
-tokens:
-
-| estimate | value           | expected gradient                                 |
-|----------|-----------------|---------------------------------------------------|
-| k1       | unbiased        | zero: it does not pull at all                     |
-| k2       | biased          | that of KL(current || reference)                  |
-| k3       | unbiased, >= 0  | that of KL(reference || current), bounded pull up |
-
-The derivative of an estimate alone leaves out that the policy also moves what is sampled. The remedy is a factor, the
-ratio current / behaviour of the sampled token (`behaviour` of `reference_penalty`). Each estimate that is unbiased as a
-value then has the gradient of KL(current || reference). Sources: arXiv 2506.09477; NeMo RL,
-nemo_rl/algorithms/loss/loss_functions.py and `calculate_kl` of nemo_rl/algorithms/utils.py.
+Ratios are r = exp(clamp(current - old, -20, 20)), the weight w comes from `fp8core.rl.correction`, A is the advantage.
+In bypass mode pass the rollout's log-probs as `old`. Losses that clip nothing leave `clip` unread.
 """
 
 from collections.abc import Callable
@@ -60,11 +35,11 @@ class Denominator:
 
 
 Aggregate = Callable[[Tensor, Tensor, Denominator], Tensor]
-"""(terms [B, T], mask bool [B, T], denominator) -> scalar."""
+"""(terms [B, T], mask bool [B, T], denominator) -> scalar; 0 for an empty batch."""
 
 
 def token_mean(terms: Tensor, mask: Tensor, denominator: Denominator) -> Tensor:
-    """Sum over tokens / tokens: every token weighs the same (DAPO, arXiv 2503.14476, eq. 12)."""
+    """Every token weighs the same (DAPO, arXiv 2503.14476, eq. 12)."""
     return token_sum(terms, mask, denominator) / max(denominator.tokens, 1)
 
 
@@ -78,7 +53,7 @@ def sequence_mean_token_sum(terms: Tensor, mask: Tensor, denominator: Denominato
 
 
 def sequence_mean_token_mean(terms: Tensor, mask: Tensor, denominator: Denominator) -> Tensor:
-    """Mean over sequences of their token means: every sequence weighs the same (GRPO, arXiv 2402.03300, eq. 3)."""
+    """Every sequence weighs the same (GRPO, arXiv 2402.03300, eq. 3)."""
     lengths = mask.sum(dim=1).clamp_min(1)
     return (torch.where(mask, terms, 0.0).sum(dim=1) / lengths).sum() / max(denominator.sequences, 1)
 
@@ -104,24 +79,25 @@ AGGREGATIONS: dict[str, Aggregate] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """One micro-batch of B sequences, padded to T tokens."""
+    """One micro-batch of B sequences, padded to T tokens.
+
+    Attributes:
+        current: log-probs under the policy being updated, float [B, T]; the gradient flows through it.
+        old: those under the policy at the start of the step (the rollout's in bypass mode), float [B, T].
+        advantages: float [B], or [B, T] when they differ by token.
+        mask: bool [B, T], tokens that the policy wrote and that the loss divides by (`Correction.counted`).
+        denominator: of the whole optimiser batch, of which this is a part.
+        weights: importance weights, float [B, T]; None is 1 everywhere.
+        kept: bool [B, T], tokens that were not rejected (`Correction.mask`); None is all of `mask`.
+    """
 
     current: Tensor
-    """Log-probs under the policy being updated, float [B, T]; the gradient flows through it."""
     old: Tensor
-    """Log-probs under the policy at the start of the step (the rollout's in bypass mode), float [B, T]."""
     advantages: Tensor
-    """Float [B], or [B, T] when they differ by token."""
     mask: Tensor
-    """Bool [B, T]: tokens that the policy wrote and that the loss divides by (`Correction.counted`)."""
     denominator: Denominator
-    """Counts of the whole optimiser batch, of which this is a part."""
     weights: Tensor | None = None
-    """Importance weights, float [B, T]; null is 1 everywhere."""
-    selected: Tensor | None = None
-    """Bool [B, T]: tokens that a loss singles out of its whole minibatch (`clip_cov_selection`, `kl_cov_selection`)."""
     kept: Tensor | None = None
-    """Bool [B, T]: tokens that were not rejected (`Correction.mask`); null is all of `mask`."""
 
     @property
     def learnt(self) -> Tensor:
@@ -131,24 +107,19 @@ class LossInputs:
     def __post_init__(self) -> None:
         shape = self.current.shape
         assert self.mask.dtype == torch.bool, f"mask is {self.mask.dtype}, not bool"
-        assert self.old.shape == self.mask.shape == shape, "current, old and mask differ in shape"
-        assert self.weights is None or self.weights.shape == shape, "weights and current differ in shape"
-        assert self.selected is None or self.selected.shape == shape, "selected and current differ in shape"
-        assert self.kept is None or self.kept.shape == shape, "kept and current differ in shape"
+        for name in ("old", "mask", "weights", "kept"):
+            tensor = getattr(self, name)
+            assert tensor is None or tensor.shape == shape, f"{name} and current differ in shape"
         assert self.advantages.shape in (shape, shape[:1]), "advantages are neither [B] nor [B, T]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRange:
-    """Ratios between 1 - low and 1 + high are trusted; `dual` bounds the loss of negative advantages (null: not)."""
+    """Ratios between 1 - low and 1 + high are trusted; `dual` bounds the loss of negative advantages (None: not)."""
 
     low: float
     high: float
     dual: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.dual is not None and not self.dual > 1:
-            raise ValueError(f"dual={self.dual}: the dual-clip constant must be above 1")
 
     def clip(self, ratio: Tensor) -> Tensor:
         return ratio.clamp(1 - self.low, 1 + self.high)
@@ -156,23 +127,59 @@ class ClipRange:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
-    """A differentiable loss and detached statistics, all scalars that add over micro-batches."""
+    """A differentiable loss and detached statistics, all scalars that add over micro-batches.
+
+    Attributes:
+        loss: the loss.
+        clip_fraction: tokens whose gradient the clip removed, per token of the denominator.
+        ratio_mean: mean ratio of the denominator's tokens; of rejected ones it is 1.
+    """
 
     loss: Tensor
     clip_fraction: Tensor
-    """Tokens whose gradient the clip removed, per token of the denominator."""
-    ratio_clipped: Tensor
-    """Those of them that were clipped for their ratio, and not as `LossInputs.selected`."""
     ratio_mean: Tensor
-    """Mean ratio of the denominator's tokens; of rejected ones it is 1."""
+
+
+@dataclass(frozen=True)
+class MaskedInputs:
+    """FP64 [B, T], 0 at masked and rejected tokens, so that nothing there can leak; only `current` has a gradient."""
+
+    current: Tensor
+    old: Tensor
+    advantages: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, inputs: LossInputs) -> "MaskedInputs":
+        advantages = inputs.advantages if inputs.advantages.ndim == 2 else inputs.advantages[:, None]
+        weights = torch.ones_like(inputs.old) if inputs.weights is None else inputs.weights
+        sources = (inputs.current, inputs.old.detach(), advantages.detach(), weights.detach())
+        return cls(*(torch.where(inputs.learnt, values.double(), 0.0) for values in sources))
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return clamp_exponent(self.current - self.old)
+
+
+def loss_output(
+    inputs: LossInputs, terms: Tensor, aggregate: Aggregate, ratio: Tensor, clipped: Tensor | None = None
+) -> LossOutput:
+    """The loss of terms [B, T]; `clipped`: bool [B, T], tokens whose gradient the clip removed, or None."""
+    mask, tokens = inputs.mask, max(inputs.denominator.tokens, 1)
+    lost = torch.zeros_like(mask) if clipped is None else clipped & mask
+    return LossOutput(
+        loss=aggregate(terms, mask, inputs.denominator),
+        clip_fraction=lost.sum().double() / tokens,
+        ratio_mean=torch.where(mask, ratio.detach(), 0.0).sum() / tokens,
+    )
 
 
 def clipped_surrogate(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
     """w * max(-A r, -A clip(r)): PPO (arXiv 1707.06347, eq. 7), GRPO (arXiv 2402.03300, eq. 3), with the asymmetric
     clip and the token mean of DAPO (arXiv 2503.14476, eq. 8). w multiplies after clipping (decoupled PPO,
     arXiv 2110.00641). Dual clip (arXiv 1912.09729): where A < 0, the term before w is at most -dual * A."""
-    x = masked_inputs(inputs)
-    return _clipped(inputs, clip, aggregate, x, clamp_exponent(x.current - x.old).exp())
+    x = MaskedInputs.of(inputs)
+    return _clipped(inputs, clip, aggregate, x, x.log_ratio.exp())
 
 
 def gspo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
@@ -181,45 +188,46 @@ def gspo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutpu
     Written per token as s * exp(current - sg(current)) (GSPO-token, eq. 13), sg = stop-gradient, so that advantages
     and weights may differ by token; the log-ratio is at most 10, as in verl.
     """
-    x = masked_inputs(inputs)
+    x = MaskedInputs.of(inputs)
     lengths = inputs.learnt.sum(dim=1, keepdim=True).clamp_min(1)
     log_s = (x.current - x.old).detach().sum(dim=1, keepdim=True) / lengths
     log_ratio = torch.where(inputs.learnt, x.current - x.current.detach() + log_s, 0.0)
     return _clipped(inputs, clip, aggregate, x, log_ratio.clamp(max=10).exp())
 
 
+def _clipped(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, x: MaskedInputs, ratio: Tensor) -> LossOutput:
+    unclipped, clipped = -x.advantages * ratio, -x.advantages * clip.clip(ratio)
+    terms, constant = torch.maximum(unclipped, clipped), clipped > unclipped
+    if clip.dual is not None:
+        ceiling = -clip.dual * x.advantages
+        above = (x.advantages < 0) & (terms > ceiling)
+        terms, constant = torch.where(above, ceiling, terms), constant | above
+    return loss_output(inputs, x.weights * terms, aggregate, ratio, constant)
+
+
 def cispo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
     """-w sg(clip(r)) A current: the ratio is clipped, no token's gradient is (CISPO, arXiv 2506.13585, eq. 4 and 5)."""
-    x = masked_inputs(inputs)
-    ratio = clamp_exponent(x.current - x.old).exp().detach()
+    x = MaskedInputs.of(inputs)
+    ratio = x.log_ratio.exp().detach()
     clipped = clip.clip(ratio)
-    loss = aggregate(-x.weights * clipped * x.advantages * x.current, inputs.mask, inputs.denominator)
-    return loss_output(inputs, loss, ratio, clipped != ratio)
+    return loss_output(inputs, -x.weights * clipped * x.advantages * x.current, aggregate, ratio, clipped != ratio)
 
 
 def reinforce(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
-    """-w A current (REINFORCE; Sutton and Barto, 2nd edition, eq. 13.8, with importance weights).
-
-    In bypass mode w is the truncated ratio current / rollout. It carries no gradient: with one, a bias proportional
-    to current * grad(w) would be added.
-    """
-    x = masked_inputs(inputs)
-    ratio = clamp_exponent(x.current - x.old).exp().detach()
-    loss = aggregate(-x.weights * x.advantages * x.current, inputs.mask, inputs.denominator)
-    return loss_output(inputs, loss, ratio, torch.zeros_like(inputs.mask))
+    """-w A current (REINFORCE; Sutton and Barto, 2nd edition, eq. 13.8, with importance weights without gradient)."""
+    x = MaskedInputs.of(inputs)
+    return loss_output(inputs, -x.weights * x.advantages * x.current, aggregate, x.log_ratio.exp())
 
 
 def binary_tv(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
     """-w A r + 0.001 (log r)^2, without the first term where the probability itself has moved more than 0.2 in A's
-    direction (prime-rl, `src/prime_rl/trainer/rl/loss.py`). There `old` is the rollout policy.
-    """
-    x = masked_inputs(inputs)
-    log_ratio = clamp_exponent(x.current - x.old)
-    ratio = log_ratio.exp()
+    direction (prime-rl, `src/prime_rl/trainer/rl/loss.py`). There `old` is the rollout policy."""
+    x = MaskedInputs.of(inputs)
+    ratio = x.log_ratio.exp()
     moved = (x.current.exp() - x.old.exp()).detach()
     trusted = torch.where(x.advantages > 0, moved <= 0.2, moved >= -0.2)
-    terms = torch.where(trusted, -x.weights * x.advantages * ratio, 0.0) + 1e-3 * log_ratio.square()
-    return loss_output(inputs, aggregate(terms, inputs.mask, inputs.denominator), ratio, ~trusted)
+    terms = torch.where(trusted, -x.weights * x.advantages * ratio, 0.0) + 1e-3 * x.log_ratio.square()
+    return loss_output(inputs, terms, aggregate, ratio, ~trusted)
 
 
 def sapo(
@@ -227,13 +235,11 @@ def sapo(
 ) -> LossOutput:
     """-w A (4 / tau) sigmoid(tau (r - 1)): a gate that closes smoothly in place of a clip. One tau holds where A > 0,
     another elsewhere (SAPO, arXiv 2511.20347; verl, `compute_policy_loss_sapo` of verl/trainer/ppo/core_algos.py)."""
-    x = masked_inputs(inputs)
-    ratio = clamp_exponent(x.current - x.old).exp()
+    x = MaskedInputs.of(inputs)
+    ratio = x.log_ratio.exp()
     # Of two plain numbers torch would make FP32.
     tau = torch.where(x.advantages > 0, torch.full_like(ratio, tau_positive), tau_negative)
-    terms = -x.weights * x.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-    loss = aggregate(terms, inputs.mask, inputs.denominator)
-    return loss_output(inputs, loss, ratio, torch.zeros_like(inputs.mask))
+    return loss_output(inputs, -x.weights * x.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, aggregate, ratio)
 
 
 def geo_mean(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
@@ -244,7 +250,7 @@ def geo_mean(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossO
     geometric mean of the row's weights, at least 1e-10 each (verl adds 1e-10). The row's loss stands at each of its
     tokens, for `aggregate`.
     """
-    x = masked_inputs(inputs)
+    x = MaskedInputs.of(inputs)
     log_ratio, sign = x.current - x.old, x.advantages.sign()
     bounded = log_ratio.clamp(-clip.low, clip.high)
     clipped = sign * bounded < sign * log_ratio
@@ -259,109 +265,7 @@ def geo_mean(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossO
         )
     )
     terms = -advantages * clamp_exponent(limited).exp() * log_weights.exp()
-    loss = aggregate(torch.where(inputs.learnt, terms, 0.0), inputs.mask, inputs.denominator)
-    return loss_output(inputs, loss, clamp_exponent(log_ratio).exp(), clipped)
-
-
-def clip_cov(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
-    """The clipped surrogate without the tokens of `clip_cov_selection` (Clip-Cov, arXiv 2505.22617; verl,
-    `compute_policy_loss_clip_cov`). They stay in the denominator."""
-    assert inputs.selected is not None, "clip_cov_selection comes first"
-    x = masked_inputs(inputs)
-    ratio = clamp_exponent(x.current - x.old).exp()
-    unclipped, clipped = -x.advantages * ratio, -x.advantages * clip.clip(ratio)
-    terms = torch.where(inputs.selected, 0.0, torch.maximum(unclipped, clipped))
-    loss = aggregate(x.weights * terms, inputs.mask, inputs.denominator)
-    return loss_output(inputs, loss, ratio, inputs.selected | (clipped > unclipped))
-
-
-def kl_cov(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, *, weight: float) -> LossOutput:
-    """-w A r, + w * weight * |log r| at the tokens of `kl_cov_selection`; nothing is clipped (KL-Cov, arXiv 2505.22617;
-    verl, `compute_policy_loss_kl_cov`)."""
-    assert inputs.selected is not None, "kl_cov_selection comes first"
-    x = masked_inputs(inputs)
-    log_ratio = clamp_exponent(x.current - x.old)
-    ratio = log_ratio.exp()
-    terms = -x.advantages * ratio + torch.where(inputs.selected, weight * log_ratio.abs(), 0.0)
-    loss = aggregate(x.weights * terms, inputs.mask, inputs.denominator)
-    return loss_output(inputs, loss, ratio, torch.zeros_like(inputs.mask))
-
-
-def clip_cov_selection(
-    inputs: LossInputs, clip: ClipRange, generator: torch.Generator, *, share: float, low: float, high: float
-) -> Tensor:
-    """Bool [B, T]: max(floor(share * tokens), 1) tokens, drawn from those with a covariance between `low` and `high`
-    (both excluded) that the clip does not hold.
-
-    `inputs` is a whole minibatch: verl draws in each micro-batch anew, and so depends on their size.
-    """
-    x = masked_inputs(inputs)
-    ratio = clamp_exponent(x.current - x.old).exp()
-    clipped = -x.advantages * clip.clip(ratio) > -x.advantages * ratio
-    covariance = _covariances(inputs.learnt, x)
-    places = (inputs.learnt & ~clipped & (covariance > low) & (covariance < high)).nonzero()
-    count = max(int(share * int(inputs.learnt.sum())), 1)
-    chosen = places[torch.randperm(len(places), generator=generator)[:count]]
-    selected = torch.zeros_like(inputs.mask)
-    selected[chosen[:, 0], chosen[:, 1]] = True
-    return selected
-
-
-def kl_cov_selection(inputs: LossInputs, share: float) -> Tensor:
-    """Bool [B, T]: the max(floor(share * tokens), 1) tokens of the largest covariance; of equal ones the first ones.
-    `inputs` is a whole minibatch, as in `clip_cov_selection`."""
-    covariance = _covariances(inputs.learnt, masked_inputs(inputs))[inputs.learnt]
-    order = torch.sort(covariance, descending=True, stable=True).indices
-    chosen = torch.zeros_like(covariance, dtype=torch.bool)
-    chosen[order[: max(int(share * len(covariance)), 1)]] = True
-    return torch.zeros_like(inputs.mask).masked_scatter(inputs.learnt, chosen)
-
-
-def _covariances(mask: Tensor, x: "MaskedInputs") -> Tensor:
-    """FP64 [B, T]: each token's share (A - mean A) (current - mean current) of their covariance over all tokens."""
-    tokens = mask.sum().clamp_min(1)
-    current = x.current.detach()
-    return (x.advantages - x.advantages.sum() / tokens) * (current - current.sum() / tokens)
-
-
-@dataclass(frozen=True)
-class MaskedInputs:
-    """FP64 [B, T], 0 at masked and rejected tokens, so that nothing there can leak; only `current` has a gradient."""
-
-    current: Tensor
-    old: Tensor
-    advantages: Tensor
-    weights: Tensor
-
-
-def masked_inputs(inputs: LossInputs) -> MaskedInputs:
-    """Inputs in FP64 and one shape; only `current` has a gradient, and only at `LossInputs.learnt` tokens."""
-    advantages = inputs.advantages if inputs.advantages.ndim == 2 else inputs.advantages[:, None]
-    weights = torch.ones_like(inputs.old) if inputs.weights is None else inputs.weights
-    sources = (inputs.current, inputs.old.detach(), advantages.detach(), weights.detach())
-    return MaskedInputs(*(torch.where(inputs.learnt, values.double(), 0.0) for values in sources))
-
-
-def _clipped(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, x: MaskedInputs, ratio: Tensor) -> LossOutput:
-    unclipped, clipped = -x.advantages * ratio, -x.advantages * clip.clip(ratio)
-    terms, constant = torch.maximum(unclipped, clipped), clipped > unclipped
-    if clip.dual is not None:
-        ceiling = -clip.dual * x.advantages
-        above = (x.advantages < 0) & (terms > ceiling)
-        terms, constant = torch.where(above, ceiling, terms), constant | above
-    loss = aggregate(x.weights * terms, inputs.mask, inputs.denominator)
-    return loss_output(inputs, loss, ratio, constant)
-
-
-def loss_output(inputs: LossInputs, loss: Tensor, ratio: Tensor, clipped: Tensor) -> LossOutput:
-    mask, tokens = inputs.mask, max(inputs.denominator.tokens, 1)
-    by_ratio = clipped if inputs.selected is None else clipped & ~inputs.selected
-    return LossOutput(
-        loss=loss,
-        clip_fraction=(clipped & mask).sum().double() / tokens,
-        ratio_clipped=(by_ratio & mask).sum().double() / tokens,
-        ratio_mean=torch.where(mask, ratio.detach(), 0.0).sum() / tokens,
-    )
+    return loss_output(inputs, torch.where(inputs.learnt, terms, 0.0), aggregate, x.log_ratio.exp(), clipped)
 
 
 ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
@@ -377,15 +281,18 @@ def reference_penalty(
     aggregate: Aggregate = token_mean,
     behaviour: Tensor | None = None,
 ) -> Tensor:
-    """Aggregated KL estimate, an FP64 scalar, differentiable in `current`.
+    """Aggregated estimate of KL(current || reference), an FP64 scalar, differentiable in `current` (GRPO,
+    arXiv 2402.03300, eq. 4, has k3).
 
-    `current`, `reference`: log-probs, float [B, T]; `mask`: bool [B, T]. d is clamped to +-20 and the
-    estimate to +-10, as in NeMo RL by default; a token beyond a bound has no gradient.
+    `current`, `reference`: log-probs, float [B, T]. Their difference is clamped to +-20 and the estimate to +-10, as in
+    NeMo RL (`calculate_kl` of nemo_rl/algorithms/utils.py). A token beyond a bound has no gradient.
 
-    `behaviour`: float [B, T], log-probs of the policy that the tokens count as sampled from. The estimate is multiplied
-    by exp(current - behaviour), before the outer clamp. NeMo RL's default is `current` itself, detached (a ratio of 1
-    with a gradient), its `use_on_policy_kl_approximation` the rollout policy. It turns a ratio that overflows into 0;
-    here exponents are clamped to +-20. None multiplies by nothing, as in GRPO and verl.
+    The policy also moves what is sampled, which the derivative of an estimate alone leaves out. In the mean it is 0 for
+    k1, that of KL(current || reference) for k2 and that of KL(reference || current) for k3 (arXiv 2506.09477). The
+    remedy is a factor exp(current - behaviour), clamped to +-20, before the outer clamp.
+
+    `behaviour`: log-probs of the policy that the tokens count as sampled from, float [B, T]. NeMo RL's default is
+    `current` itself, its `use_on_policy_kl_approximation` the rollout policy; GRPO and verl have none.
     """
     d = torch.where(mask, reference.detach().double() - current.double(), 0.0)
     bounded = d.clamp(-20.0, 20.0)

@@ -1,15 +1,8 @@
-"""The objective of one configuration: mismatch correction, policy loss and reference penalty, composed.
+"""The objective of one configuration: mismatch correction, policy loss and reference penalty, composed."""
 
-`corrected` acts on the whole batch of a step, because rejection and normalisation look at rows and batches. The
-objective itself then takes micro-batches whose shares add up. Terms that depend on the updated policy are computed
-there, for every update anew: the correction of bypass mode, and which rows are off-policy.
-"""
-
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +23,10 @@ from fp8core.rl.losses import (
     LossOutput,
     binary_tv,
     cispo,
-    clip_cov,
-    clip_cov_selection,
     clipped_surrogate,
     constant_length,
     geo_mean,
     gspo,
-    kl_cov,
-    kl_cov_selection,
     reference_penalty,
     reinforce,
     sapo,
@@ -47,36 +36,23 @@ from fp8core.rl.presets import Preset, preset
 from fp8core.rl.user_loss import load_loss
 
 PolicyLoss = Callable[[LossInputs, ClipRange, Aggregate], LossOutput]
-Selection = Callable[[LossInputs, ClipRange, torch.Generator], Tensor]
 
-
-class BuiltLoss(NamedTuple):
-    """A policy loss with its hyperparameters, and what singles out tokens for it; None where it takes all alike."""
-
-    compute: PolicyLoss
-    select: Selection | None = None
-
-
-_BUILDERS: dict[str, Callable[[LossConfig], BuiltLoss]] = {
-    "clipped": lambda loss: BuiltLoss(clipped_surrogate),
-    "gspo": lambda loss: BuiltLoss(gspo),
-    "cispo": lambda loss: BuiltLoss(cispo),
-    "reinforce": lambda loss: BuiltLoss(reinforce),
-    "binary_tv": lambda loss: BuiltLoss(binary_tv),
-    "clip_cov": lambda loss: BuiltLoss(clip_cov, partial(clip_cov_selection, **loss.clip_cov.model_dump())),
-    "kl_cov": lambda loss: BuiltLoss(
-        partial(kl_cov, weight=loss.kl_cov.weight),
-        lambda inputs, clip, generator: kl_cov_selection(inputs, loss.kl_cov.share),
-    ),
-    "geo_mean": lambda loss: BuiltLoss(geo_mean),
-    "sapo": lambda loss: BuiltLoss(partial(sapo, **loss.sapo.model_dump())),
+_LOSSES: dict[str, PolicyLoss] = {
+    "clipped": clipped_surrogate,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "binary_tv": binary_tv,
+    "geo_mean": geo_mean,
 }
 
 
-def build_loss(name: str, loss: LossConfig) -> BuiltLoss:
+def build_loss(name: str, loss: LossConfig) -> PolicyLoss:
     """The policy loss of a name with the hyperparameters of the configuration.
     Raises UserError: as `user_loss.load_loss`."""
-    return _BUILDERS[name](loss) if name in SHIPPED_LOSSES else BuiltLoss(load_loss(name, loss.options))
+    if name == "sapo":
+        return partial(sapo, **loss.sapo.model_dump())
+    return _LOSSES[name] if name in SHIPPED_LOSSES else load_loss(name, loss.options)
 
 
 @dataclass(frozen=True)
@@ -85,12 +61,9 @@ class ObjectiveTerms:
 
     Attributes:
         loss: differentiable scalar.
-        clip_fraction: tokens whose gradient the clip removed, per token.
-        ratio_clipped: those of them that the policy loss did not single out beforehand.
-        ratio_mean: mean importance ratio, as the policy loss defines it.
-        ratio_bias: mean of the token's importance ratio - 1: exactly 0 where old and current log-probs are equal.
-        ratio_deviation: the largest |importance ratio - 1| of a token.
-        reward_slope: slope of the expected reward along the descent of the policy loss, see `reward_slope`.
+        clip_fraction, ratio_mean: as of `LossOutput`.
+        ratio_bias, ratio_deviation: mean, and largest magnitude, of a token's importance ratio - 1.
+        reward_slope: see `reward_slope`.
         weight_mean: mean importance weight of the correction.
         zero_weight_fraction: tokens that the loss divides by and that weigh 0.
         reference_kl: divergence from the reference policy, a mean over tokens whatever the loss's aggregation is.
@@ -99,7 +72,6 @@ class ObjectiveTerms:
 
     loss: Tensor
     clip_fraction: Tensor
-    ratio_clipped: Tensor
     ratio_mean: Tensor
     ratio_bias: Tensor
     ratio_deviation: Tensor
@@ -122,14 +94,19 @@ def merged(totals: Mapping[str, float], part: Mapping[str, float]) -> dict[str, 
 
 
 class Objective:
-    """Callable on the current policy's log-probs; holds no state."""
+    """Callable on the current policy's log-probs; holds no state.
+
+    `corrected` acts on the whole batch of a step, because rejection and normalisation look at rows and batches. The
+    objective itself then takes micro-batches. Terms that depend on the updated policy are computed there, for every
+    update anew: the correction of bypass mode, and which rows are off-policy.
+    """
 
     def __init__(self, loss: LossConfig, correction: CorrectionConfig) -> None:
         """Raises UserError: an unknown preset or filter, a loss that is not the preset's, or as `load_loss`."""
         named = named_correction(correction)
         self._rule, self._bypass = named.rule, named.mode == "bypass"
         self._off_policy_delta = correction.off_policy_delta
-        name = _loss_name(named, loss)
+        name = loss.policy if named.loss == "clipped" else named.loss
         if loss.policy not in ("clipped", name):
             raise UserError(
                 f"loss.policy={loss.policy} beside correction.preset={correction.preset}, whose loss is {name}: set "
@@ -140,7 +117,8 @@ class Objective:
             raise UserError(
                 f"loss.dual_clip: with correction.preset={correction.preset} the loss is {name}, which has none"
             )
-        self._policy, self._selection = build_loss(name, loss)
+        self._policy = build_loss(name, loss)
+        # In bypass mode the ratio holds the whole mismatch: weights of clipped losses would count it twice.
         self._weighted = not self._bypass or traits.weighted_in_bypass
         self._clip = ClipRange(low=loss.clip_low, high=loss.clip_high, dual=loss.dual_clip)
         self._aggregate = AGGREGATIONS[loss.aggregation]
@@ -150,49 +128,22 @@ class Objective:
         self._estimate, self._gradient = ESTIMATES[loss.reference_kl_estimate], loss.reference_kl_gradient
         self._entropy_weight, self._distillation = loss.entropy, loss.distillation
 
-    @property
-    def selects(self) -> bool:
-        """True if the policy loss singles out tokens of its whole minibatch, which `selected` then does."""
-        return self._selection is not None
-
     def corrected(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
         """The batch with its weights and without the rows that have no token left, and the correction's metrics.
 
-        Its mask holds what the loss divides by: what was rejected is left out of it, or weighs 0 (`CorrectionRule`). In
-        bypass mode weights, kept tokens and metrics are those of the first update; the objective makes them anew.
-
-        A batch without old log-probs is corrected later, part by part, with those of the call. Where that would be
-        another correction, `whole_batch_setting` names the reason.
+        In bypass mode weights, kept tokens and metrics are those of the first update. A batch without old log-probs is
+        corrected later, part by part; where that would be another correction, `whole_batch_setting` names the reason.
         """
         batch = replace(batch, mask=batch.mask & batch.keep[:, None])
-        return (batch, {}) if batch.old_logprobs is None else self._weighed(batch.old_logprobs, batch)
+        return (batch, {}) if batch.old_logprobs is None else self._apply_correction(batch.old_logprobs, batch)
 
-    def _weighed(self, training: Tensor, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
-        """Rows corrected for the ratio of the policy with log-probs `training` to the one that sampled.
-
-        Bypass mode trains on the ratio to the rollout policy, which holds the whole mismatch already. The clipped
-        losses then take no weights, or it would count twice.
-        """
-        verdict = correct(self._rule, training, batch.rollout_logprobs, batch.mask)
-        weights = verdict.weights if self._weighted else verdict.mask.to(verdict.weights.dtype)
-        keep = batch.keep & verdict.keep
-        return replace(batch, mask=verdict.counted, kept=verdict.mask, weights=weights, keep=keep), verdict.metrics
-
-    def selected(self, batch: RolloutBatch, current: Tensor, update: int) -> RolloutBatch:
-        """A minibatch with the tokens that the policy loss singles out; as it is where the loss does not.
-
-        Args:
-            batch: rows of what `corrected` returned, all that one optimiser update learns from.
-            current: FP32 [B, C], log-probs under the policy before the update.
-            update: number of the update within its step.
-        """
-        if self._selection is None:
-            return batch
-        assert batch.draw is not None, "the batch does not say what its random choices are functions of"
-        text = "/".join(map(str, ("selection", *batch.draw, update)))
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-        inputs = self._inputs(current.detach(), batch, Denominator.of(batch.mask))
-        return replace(batch, selected=self._selection(inputs, self._clip, torch.Generator().manual_seed(seed)))
+    def _apply_correction(self, training: Tensor, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
+        """Rows corrected for the ratio of the policy with log-probs `training` to the one that sampled."""
+        correction = correct(self._rule, training, batch.rollout_logprobs, batch.mask)
+        weights = correction.weights if self._weighted else correction.mask.to(correction.weights.dtype)
+        keep = batch.keep & correction.keep
+        corrected = replace(batch, mask=correction.counted, kept=correction.mask, weights=weights, keep=keep)
+        return corrected, correction.metrics
 
     def __call__(
         self, current: Tensor, batch: RolloutBatch, denominator: Denominator, entropy: Tensor | None = None
@@ -201,7 +152,7 @@ class Objective:
 
         Args:
             current: FP32 [b, C], log-probs under the policy that is updated; differentiable.
-            batch: the same rows of what `corrected`, then `selected` returned.
+            batch: the same rows of what `corrected` returned.
             denominator: counts of the whole optimiser batch, from the corrected mask.
             entropy: FP32 [b, C], of the distribution of each token; differentiable. For an entropy bonus.
         """
@@ -219,7 +170,6 @@ class Objective:
         return ObjectiveTerms(
             loss=policy.loss + self._reference_weight * penalty - self._bonus(entropy, batch.mask, denominator),
             clip_fraction=policy.clip_fraction,
-            ratio_clipped=policy.ratio_clipped,
             ratio_mean=policy.ratio_mean,
             ratio_bias=token_mean(deviation, inputs.mask, denominator),
             ratio_deviation=deviation.abs().max(),
@@ -234,38 +184,31 @@ class Objective:
         old = batch.rollout_logprobs if self._bypass else batch.old_logprobs
         assert old is not None, "old log-probs are given, or those of the call"
         # In bypass mode of the current policy, as verl (`compute_policy_loss_bypass_mode`).
-        judged = self._weighed(current, batch)[0] if self._bypass else batch
-        advantages = _applied_advantages(batch, self._distillation)
+        judged = self._apply_correction(current, batch)[0] if self._bypass else batch
+        advantages, weights = _applied_advantages(batch, self._distillation), judged.weights
+        assert weights is not None, "corrected() comes first"
+        if self._off_policy_delta is not None:
+            # Over all that the loss divides by, as in slime.
+            far = off_policy_rows(current, batch.rollout_logprobs, advantages, batch.mask, self._off_policy_delta)
+            weights = torch.where(far, 0.0, weights)
         return LossInputs(
             current=current,
             old=old,
             advantages=advantages,
             mask=batch.mask,
             denominator=denominator,
-            weights=self._weights(current, judged, advantages),
-            selected=batch.selected,
+            weights=weights,
             kept=judged.kept,
         )
 
-    def _weights(self, current: Tensor, batch: RolloutBatch, advantages: Tensor) -> Tensor:
-        """Weights of a corrected batch in this update: 0 in off-policy rows, too, by the advantages of the loss."""
-        weights = batch.weights
-        assert weights is not None, "corrected() comes first"
-        if self._off_policy_delta is None:
-            return weights
-        # Over all that the loss divides by, as in slime.
-        far = off_policy_rows(current, batch.rollout_logprobs, advantages, batch.mask, self._off_policy_delta)
-        return torch.where(far, 0.0, weights)
-
     def _bonus(self, entropy: Tensor | None, mask: Tensor, denominator: Denominator) -> Tensor | float:
-        """The weighted entropy, aggregated like the policy loss (verl: verl/workers/actor/dp_actor.py)."""
+        """The weighted entropy, aggregated like the policy loss (verl/workers/actor/dp_actor.py)."""
         if self._entropy_weight == 0:
             return 0.0
         assert entropy is not None, "loss.entropy needs the entropy of each token"
         return self._entropy_weight * self._aggregate(entropy.double(), mask, denominator)
 
     def _penalty(self, current: Tensor, batch: RolloutBatch, denominator: Denominator, aggregate: Aggregate) -> Tensor:
-        """Divergence from the reference policy; GRPO (arXiv 2402.03300, equation 4) takes k3."""
         if batch.reference_logprobs is None:
             assert self._reference_weight == 0, "loss.reference_kl needs the reference step"
             return torch.zeros((), dtype=torch.float64)
@@ -284,10 +227,9 @@ class Objective:
 def reward_slope(loss: Tensor, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> Tensor:
     """Positive if descent along `loss` makes rewarded completions likelier: a share of the batch's mean, FP64 scalar.
 
-    The mean over rows of (-d loss / d log-prob, averaged over the row's tokens) * (reward - mean reward of its prompt
-    group). The unit is one token's share of the loss. With importance ratios and weights of 1 it is the mean of
-    advantage * centred reward, which no advantage estimator makes negative. A wrong sign of advantage or loss does. The
-    slope is 0 where rewards are not known or nothing requires a gradient.
+    The mean over rows of -d loss / d log-prob, averaged over the row's tokens, times the row's centred reward. It is 0
+    where rewards are not known or nothing requires a gradient. With importance ratios and weights of 1 no advantage
+    estimator makes it negative; a wrong sign of advantage or loss does.
     """
     if batch.centred_rewards is None or not current.requires_grad:
         return torch.zeros((), dtype=torch.float64)
@@ -298,10 +240,7 @@ def reward_slope(loss: Tensor, current: Tensor, batch: RolloutBatch, denominator
 
 
 def row_advantages(batch: RolloutBatch, loss: LossConfig, correction: CorrectionConfig) -> Tensor:
-    """FP64 [B]: what the loss multiplies by, a mean over the tokens of a row where it differs; 0 without a token.
-
-    `batch` has its old log-probs. Tokens are those that no filter and no correction has rejected.
-    """
+    """FP64 [B]: what the loss multiplies by, a mean over the tokens of a row that were not rejected; 0 without any."""
     assert batch.old_logprobs is not None, "the update was made"
     mask = batch.mask & batch.keep[:, None]
     kept = correct(named_correction(correction).rule, batch.old_logprobs, batch.rollout_logprobs, mask).mask
@@ -329,24 +268,19 @@ def _applied_advantages(batch: RolloutBatch, distillation: DistillationConfig) -
 
 
 def _towards_teacher(batch: RolloutBatch) -> Tensor:
-    """FP64 [B, C], log teacher - log old at unmasked tokens, without gradient; zeros without a teacher."""
+    """FP64 [B, C], log teacher - log old at unmasked tokens; zeros without a teacher."""
     if batch.teacher_logprobs is None:
         return torch.zeros(batch.mask.shape, dtype=torch.float64)
     assert batch.old_logprobs is not None, "old log-probs are given, or those of the call"
     return torch.where(batch.mask, batch.teacher_logprobs.double() - batch.old_logprobs.double(), 0.0)
 
 
-def _loss_name(named: Preset, loss: LossConfig) -> str:
-    return loss.policy if named.loss == "clipped" else named.loss
-
-
 def whole_batch_setting(loss: LossConfig, correction: CorrectionConfig) -> str | None:
     """The setting that needs the old log-probs of a whole batch before its first backward; None where none does.
-    Raises UserError: as `Objective`."""
+    Raises UserError: as `named_correction`."""
     rule = named_correction(correction).rule
     rejecting = "filters, a veto or action=mask"
     settings = {
-        f"loss.policy={loss.policy} selects among all tokens": Objective(loss, correction).selects,
         f"loss.reward_kl={loss.reward_kl} is taken off the rewards": loss.reward_kl > 0,
         "correction.seq_logprob_error_threshold": correction.seq_logprob_error_threshold is not None,
         f"correction.normalise={rule.normalise}": rule.normalise != "none",
@@ -361,24 +295,21 @@ def named_correction(config: CorrectionConfig) -> Preset:
     Raises UserError: an unknown preset or filter, or bounds that a filter does not take."""
     match config.method:
         case "none":
-            return Preset(rule=CorrectionRule(), source="configuration")
+            return Preset(rule=CorrectionRule())
         case "token_tis":
             tis = Weighting(level="token", action="truncate", high=config.cap)
-            return Preset(rule=CorrectionRule(weighting=tis), source="configuration")
+            return Preset(rule=CorrectionRule(weighting=tis))
         case "preset":
             assert config.preset is not None, "CorrectionConfig demands a name"
             return preset(config.preset)
         case "custom":
-            return Preset(rule=_custom_rule(config), source="configuration", mode=config.mode)
-
-
-def _custom_rule(config: CorrectionConfig) -> CorrectionRule:
-    return CorrectionRule(
-        weighting=Weighting(**config.weighting.model_dump()),
-        filters=tuple(Filter(**item.model_dump()) for item in config.filters),
-        veto=None if config.veto is None else Veto(low=config.veto),
-        normalise=config.normalise,
-        normalise_over=config.normalise_over,
-        denominator=config.denominator or ("all" if config.mode == "bypass" else "kept"),
-        order=config.order,
-    )
+            rule = CorrectionRule(
+                weighting=Weighting(**config.weighting.model_dump()),
+                filters=tuple(Filter(**item.model_dump()) for item in config.filters),
+                veto=None if config.veto is None else Veto(low=config.veto),
+                normalise=config.normalise,
+                normalise_over=config.normalise_over,
+                denominator=config.denominator or ("all" if config.mode == "bypass" else "kept"),
+                order=config.order,
+            )
+            return Preset(rule=rule, mode=config.mode)

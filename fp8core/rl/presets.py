@@ -1,10 +1,4 @@
-"""Mismatch correction as other systems ship it: one table of data, with what differs from the original.
-
-The same words mean different arithmetic in each system; here each is spelled out in the terms of `correction`
-and `losses`. Facts are of August 2026; `source` names the file in the system's repository.
-
-Golden vectors of every preset are in the tests: weights and mask for d = [0.1, -1.5, 0.8, -10, 0.3].
-"""
+"""Mismatch correction as other systems ship it (August 2026), in the terms of `correction` and `losses`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,13 +12,11 @@ LossName = Literal["clipped", "reinforce", "binary_tv"]
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A named correction; `mode` and `loss` say where its weights go (see `correction`)."""
+    """A correction, and where its weights go (see `correction`)."""
 
     rule: CorrectionRule
-    source: str
     mode: Literal["decoupled", "bypass"] = "decoupled"
     loss: LossName = "clipped"
-    deviations: tuple[str, ...] = ()
 
 
 _TOKEN_TIS = Weighting(level="token", action="truncate", high=2.0)
@@ -37,26 +29,6 @@ _SKYRL_GEOMETRIC = Filter(name="seq_mean_k1", low=0.99, high=1.01, clamp="row")
 _SKYRL_OUTLIER = Veto(low=1e-4, high=100.0)
 _K3 = Filter(name="seq_mean_k3", high=0.01)
 
-_VERL = "verl: docs/algo/rollout_corr.md, verl/trainer/ppo/rollout_corr_helper.py, verl/trainer/ppo/core_algos.py"
-_VERL_BAND = "its code tests the band 0.999 to 1.001 on 1/rho; here it is turned into the same band on rho"
-_VERL_ROWS = "its sequence means divide by all rows, rejected ones too; here by rows with a token left"
-_VERL_BYPASS = (
-    "its older actor (verl/workers/actor/dp_actor.py) divides each micro-batch by its tokens after rejection; here, as "
-    "in its engines (issue 4852), an update is divided by its tokens before rejection"
-)
-_NEMO = "NeMo RL: nemo_rl/algorithms/loss/loss_functions.py"
-_NEMO_CLAMP = "it clamps no exponent and turns NaN and infinite weights into 0; here exponents are clamped to +-20"
-_TRL = "TRL: trl/trainer/grpo_trainer.py"
-_TRL_CLAMP = "it clamps no exponent: a ratio that overflows is infinite, then masked or capped"
-_SLIME = "slime: examples/train_infer_mismatch_helper/mis.py, mis.yaml"
-_SLIME_NORM = "it normalises each micro-batch by itself; here the whole batch"
-_SLIME_KL = "its penalty towards the reference policy leaves rejected tokens out; here they are in"
-_SLIME_CLIP = (
-    "with `tis_mode: clip` and `use_rs: false`: its rejection has the same bounds and would leave nothing to clip"
-)
-_SLIME_MASK = "with `tis_mode: mask` and `use_rs: false`: no veto"
-_SKYRL = "SkyRL: skyrl/backends/skyrl_train/utils/off_policy_correction_utils.py, ppo_utils.py"
-
 
 def _verl(
     weighting: Weighting | None = None,
@@ -64,34 +36,39 @@ def _verl(
     mode: Literal["decoupled", "bypass"] = "decoupled",
     loss: LossName = "clipped",
 ) -> Preset:
+    """docs/algo/rollout_corr.md, verl/trainer/ppo/{rollout_corr_helper,core_algos}.py.
+
+    Its code tests the band 0.999 to 1.001 on 1/rho: here it is the same band on rho. Its sequence means divide by all
+    rows: here by those with a token left. Its older actor (dp_actor.py) divides a micro-batch in bypass mode by its
+    tokens after rejection: here, as in its engines (issue 4852), by those before.
+    """
     rule = CorrectionRule(
         weighting=weighting or CorrectionRule().weighting,
         filters=filters,
         denominator="all" if mode == "bypass" else "kept",
     )
-    notes = [_VERL_BAND] if _GEOMETRIC in filters else []
-    if filters:
-        notes.append(_VERL_BYPASS if mode == "bypass" else _VERL_ROWS)
-    return Preset(rule=rule, source=_VERL, mode=mode, loss=loss, deviations=tuple(notes))
-
-
-def _nemo(rule: CorrectionRule) -> Preset:
-    return Preset(rule=rule, source=_NEMO, deviations=(_NEMO_CLAMP,))
+    return Preset(rule=rule, mode=mode, loss=loss)
 
 
 def _trl(level: str, action: str) -> Preset:
-    rule = CorrectionRule(weighting=Weighting(level=level, action=action, high=3.0))
-    return Preset(rule=rule, source=_TRL, deviations=(_TRL_CLAMP,))
+    """trl/trainer/grpo_trainer.py, which clamps no exponent: an infinite ratio is masked or capped."""
+    return Preset(rule=CorrectionRule(weighting=Weighting(level=level, action=action, high=3.0)))
 
 
-def _slime(weighting: Weighting, *filters: Filter, veto: Veto | None = None, notes: tuple[str, ...]) -> Preset:
+def _slime(weighting: Weighting, *filters: Filter, veto: Veto | None = None) -> Preset:
+    """examples/train_infer_mismatch_helper/{mis.py,mis.yaml}; `clip` and `mask` with `use_rs: false`.
+
+    It normalises each micro-batch by itself: here the whole batch. Its penalty towards the reference policy leaves
+    rejected tokens out: here they are in.
+    """
     rule = CorrectionRule(
         weighting=weighting, filters=filters, veto=veto, normalise="token", normalise_over="all", denominator="all"
     )
-    return Preset(rule=rule, source=_SLIME, deviations=(_SLIME_NORM, *notes))
+    return Preset(rule=rule)
 
 
 def _skyrl(weighting: Weighting | None = None, filters: tuple[Filter, ...] = (), veto: Veto | None = None) -> Preset:
+    """skyrl/backends/skyrl_train/utils/{off_policy_correction_utils,ppo_utils}.py."""
     rule = CorrectionRule(
         weighting=weighting or CorrectionRule().weighting,
         filters=filters,
@@ -99,11 +76,12 @@ def _skyrl(weighting: Weighting | None = None, filters: tuple[Filter, ...] = (),
         denominator="all",
         order="in_turn",
     )
-    return Preset(rule=rule, source=_SKYRL)
+    return Preset(rule=rule)
 
 
 PRESETS: dict[str, Preset] = {
-    "none": Preset(rule=CorrectionRule(), source="the default of verl, NeMo RL and SkyRL: metrics only"),
+    # The default of verl, NeMo RL and SkyRL: metrics only.
+    "none": Preset(rule=CorrectionRule()),
     "verl/token_is": _verl(_TOKEN_TIS),
     "verl/seq_is": _verl(_SEQUENCE_TIS),
     "verl/token_icepop": _verl(_ICEPOP),
@@ -122,10 +100,11 @@ PRESETS: dict[str, Preset] = {
     "verl/bypass_pg_geo_rs": _verl(None, _GEOMETRIC, mode="bypass", loss="reinforce"),
     "verl/bypass_pg_geo_rs_seq_tis": _verl(_SEQUENCE_TIS, _GEOMETRIC, mode="bypass", loss="reinforce"),
     "verl/bypass_pg_geo_rs_token_tis": _verl(_TOKEN_TIS, _GEOMETRIC, mode="bypass", loss="reinforce"),
-    "nemo_rl/tis": _nemo(CorrectionRule(weighting=Weighting(level="token", action="clip", low=0.0, high=2.0))),
-    "nemo_rl/icepop": _nemo(CorrectionRule(weighting=_ICEPOP)),
-    "nemo_rl/seq-mask-tis": _nemo(
-        CorrectionRule(
+    # nemo_rl/algorithms/loss/loss_functions.py, which clamps no exponent and turns NaN and infinite weights into 0.
+    "nemo_rl/tis": Preset(rule=CorrectionRule(weighting=Weighting(level="token", action="clip", low=0.0, high=2.0))),
+    "nemo_rl/icepop": Preset(rule=CorrectionRule(weighting=_ICEPOP)),
+    "nemo_rl/seq-mask-tis": Preset(
+        rule=CorrectionRule(
             weighting=Weighting(level="token", action="keep"),
             filters=(Filter(name="seq_mean_k1", low=0.999, high=1.002, clamp="row"),),
             denominator="all",
@@ -135,16 +114,11 @@ PRESETS: dict[str, Preset] = {
     "trl/sequence_truncate": _trl("sequence", "truncate"),
     "trl/token_mask": _trl("token", "band"),
     "trl/token_truncate": _trl("token", "truncate"),
-    "slime/mis": _slime(_TOKEN_TIS, _TOKEN, veto=Veto(low=1e-4), notes=(_SLIME_KL,)),
-    "slime/clip": _slime(Weighting(level="token", action="clip", low=0.5, high=2.0), notes=(_SLIME_CLIP,)),
-    "slime/mask": _slime(Weighting(level="token", action="mask", low=0.5, high=2.0), notes=(_SLIME_KL, _SLIME_MASK)),
-    "prime_rl/default": Preset(
-        rule=CorrectionRule(denominator="all"),
-        source="prime-rl: src/prime_rl/trainer/rl/loss.py, docs/algorithms.md",
-        mode="bypass",
-        loss="binary_tv",
-        deviations=("it does not clamp log r; its document has min(r, delta), which neither its code nor this has",),
-    ),
+    "slime/mis": _slime(_TOKEN_TIS, _TOKEN, veto=Veto(low=1e-4)),
+    "slime/clip": _slime(Weighting(level="token", action="clip", low=0.5, high=2.0)),
+    "slime/mask": _slime(Weighting(level="token", action="mask", low=0.5, high=2.0)),
+    # src/prime_rl/trainer/rl/loss.py, which does not clamp log r; the min(r, delta) of its document is not in its code.
+    "prime_rl/default": Preset(rule=CorrectionRule(denominator="all"), mode="bypass", loss="binary_tv"),
     "skyrl/geometric_mask": _skyrl(filters=(_SKYRL_GEOMETRIC,)),
     "skyrl/product_mask": _skyrl(filters=(Filter(name="seq_sum_k1", low=0.5, high=2.0, clamp="row"),)),
     "skyrl/token_tis": _skyrl(_TOKEN_TIS),
@@ -156,7 +130,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name; UserError names the one that was meant, or all."""
+    """Raises UserError: there is no preset of that name."""
     if name not in PRESETS:
         raise UserError(f"correction.preset: no preset {name!r}; {suggestion(name, PRESETS)}")
     return PRESETS[name]

@@ -1,9 +1,7 @@
 """Policy lag of a run that generates ahead: by age of token, how far the policy before the update is from the writer's.
 
-The age of a token is the version before the update minus the version that wrote it. With d = log p_old - log p_rollout
-per token, old is a pass under the version before the update. The rollout's log-prob is that of the token's own version
-(decoupled PPO, arXiv 2110.00641). Names are those of `rl.alignment_metrics` and `rl.correction`; a suffix `_age_A`
-limits them to tokens of an age, or `_age_A_B` to ages from A to B. An age without tokens is absent.
+The age of a token is the version before the update minus the version that wrote it (decoupled PPO, arXiv 2110.00641). A
+suffix `_age_A` limits a metric to tokens of an age, `_age_A_B` to ages from A to B; one without tokens is absent.
 """
 
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ _LAG = ("ess", "sampling_importance_ratio", "k3_kl")
 
 
 def by_age(ages: Tensor, mask: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Suffix and mask of each age, or range of ages, that an unmasked token has; int64 and bool [B, T]."""
+    """Suffix and mask of each age, or range of ages, that an unmasked token has."""
     for start, stop in pairwise(AGE_STARTS):
         inside = mask & (ages >= start) & (ages < stop)
         if inside.any():
@@ -33,13 +31,7 @@ def lag_metrics(
 ) -> dict[str, float]:
     """Weights of old over rollout policy, for all tokens and by age, and what a correction does to tokens of an age.
 
-    Args:
-        old: log-probs before the update, float [B, T].
-        rollout: those that the rollout recorded, float [B, T].
-        ages: int64 [B, T].
-        mask: bool [B, T], tokens that the correction looks at.
-        rule: the correction; `masked_fraction` has what it rejects, `oob_ratio` raw weights outside its bounds.
-        clip: `share_outside_clip` has the ratios that it does not trust.
+    `old` and `rollout` are log-probs, float [B, T], `ages` int64 and `mask` bool [B, T].
     """
     if not mask.any():
         return {}

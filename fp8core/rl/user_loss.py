@@ -3,8 +3,7 @@
     @policy_loss(options=Sharpness)
     def soft(tokens: Tokens, options: Sharpness) -> Tensor: ...
 
-It makes one term of each token. Masks, importance weights, aggregation and denominators stay ours, so that
-micro-batches add up whatever it computes.
+It makes one term of each token. Masks, importance weights, aggregation and denominators stay ours.
 """
 
 import json
@@ -30,8 +29,8 @@ from fp8core.rl.losses import (
     Denominator,
     LossInputs,
     LossOutput,
+    MaskedInputs,
     loss_output,
-    masked_inputs,
     token_mean,
 )
 from fp8core.user_code import digest_of_code, file_of_path, load_code
@@ -41,12 +40,8 @@ from fp8core.user_code import digest_of_code, file_of_path, load_code
 class Tokens:
     """The view of a micro-batch that a loss gets: FP64 [B, T], 0 at masked and rejected tokens.
 
-    Attributes:
-        current: log-probs under the policy that is updated; the gradient flows through it.
-        old: log-probs under the policy before the step, or in bypass mode under the rollout policy.
-        advantages: of each token.
-        mask: bool [B, T], tokens that count: neither masked nor rejected.
-        clip: `loss.clip_low` and `loss.clip_high`.
+    `current`, of the policy that is updated, carries the gradient. `old` is of the policy before the step, or in bypass
+    mode of the rollout policy. `mask`, bool [B, T], has the tokens that count.
     """
 
     current: Tensor
@@ -87,12 +82,11 @@ class UserLoss:
     options: BaseModel
 
     def __call__(self, inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
-        """Raises UserError: the function raises, or returns no terms, others than one per token, or NaN or infinity."""
-        x = masked_inputs(inputs)
+        """Raises UserError: the function raises, or returns anything but one finite term a token."""
+        x = MaskedInputs.of(inputs)
         tokens = Tokens(x.current, x.old, x.advantages, inputs.learnt, clip)
         terms = self._terms(tokens)
-        loss = aggregate(x.weights * torch.where(tokens.mask, terms, 0.0), inputs.mask, inputs.denominator)
-        return loss_output(inputs, loss, tokens.ratio, torch.zeros_like(inputs.mask))
+        return loss_output(inputs, x.weights * torch.where(tokens.mask, terms, 0.0), aggregate, tokens.ratio)
 
     def _terms(self, tokens: Tokens) -> Tensor:
         try:
@@ -100,18 +94,15 @@ class UserLoss:
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise self._refused(f"{frame.filename}:{frame.lineno}: {described_error(error)}") from error
-        if not isinstance(terms, Tensor):
-            raise self._refused(f"returned {type(terms).__name__}, not a tensor of a term for each token")
-        if terms.shape != tokens.mask.shape:
-            raise self._refused(f"returned shape {[*terms.shape]}, not {[*tokens.mask.shape]}, a term for each token")
-        if not terms.is_floating_point():
-            raise self._refused(f"returned {terms.dtype}, not floating point")
+        shape = tokens.mask.shape
+        if not (isinstance(terms, Tensor) and terms.shape == shape and terms.is_floating_point()):
+            found = f"{terms.dtype} {[*terms.shape]}" if isinstance(terms, Tensor) else type(terms).__name__
+            raise self._refused(f"returned {found}, not floating-point terms {[*shape]}, one for each token")
         wrong = tokens.mask & ~terms.isfinite()
         if wrong.any():
             row, token = wrong.nonzero()[0].tolist()
-            raise self._refused(
-                f"returned {terms[row, token].item()} for token {token} of row {row} of its micro-batch"
-            )
+            value = terms[row, token].item()
+            raise self._refused(f"returned {value} for token {token} of row {row} of its micro-batch")
         if tokens.current.requires_grad and not terms.requires_grad:
             raise self._refused("returned terms that do not depend on tokens.current: nothing would be learnt")
         return terms
@@ -156,16 +147,14 @@ def shared_loss(loss: LossConfig) -> tuple[LossConfig, str | None]:
 
 
 def refuse_other_loss(path: str, digest: str) -> None:
-    """Raises UserError: this process finds no file of a `shared_loss`, or another one than has this digest."""
+    """Raises UserError: this process finds no file of a `shared_loss`, or another one than the run's."""
     host = socket.gethostname()
     try:
-        with _named(path):
-            file, found = digest_of_code(path)
+        found = loss_source(path)
     except UserError as error:
-        raise UserError(f"{error} (on {host}, which trains; all nodes need the file)") from error
+        raise UserError(f"{error} (on {host}, which trains)") from error
     if found != digest:
-        other = f"{file} on {host}, which trains, has digest {found[:12]}"
-        raise UserError(f"loss.policy={path}: {other}, the file of this run {digest[:12]}; copy it there")
+        raise UserError(f"loss.policy={path}: {host}, which trains, has another file than this run; copy it there")
 
 
 @contextmanager

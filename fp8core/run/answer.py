@@ -25,7 +25,7 @@ from fp8core.run.parts import texts_of
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.policy import check_formats, check_report
 from fp8core.run.rollouts import groups_of, problem_table
-from fp8core.run.scales import covered, scales_of
+from fp8core.run.scales import scales_of
 from fp8core.run.verdicts import early_endings, ending_of, failures, judges, score
 from fp8core.training.trainer import Trainer
 
@@ -110,7 +110,7 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
 
 def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:
     batch = TokenBatch.of_prompts(prompts[: config.rollout.prompts_per_step])
-    scales = PolicyScales(0, tuple(scales_of(config, covered(config, trainer.statistics(batch).histograms()))))
+    scales = PolicyScales(0, tuple(scales_of(config, trainer.statistics(batch).amax())))
     shipped = trainer.export()
     check_report(engine.update(shipped, scales, 0), shipped.digest(), scales, 0)
     check_formats(engine.describe(), config.precision)

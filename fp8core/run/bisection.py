@@ -24,7 +24,7 @@ from fp8core.rollout.engine import PolicyScales, PromptGroup, sample_seed
 from fp8core.run.build import BaseModel, build_base, build_engine, build_local_trainer
 from fp8core.run.checks.settings import refuse_truncation
 from fp8core.run.player import EpisodePlayer
-from fp8core.run.scales import covered, scales_of
+from fp8core.run.scales import scales_of
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER, POLICY
 from fp8core.store.ledger import LedgerView
@@ -111,7 +111,7 @@ def checkpoint_subject(config: RunConfig, prompts: int) -> Subject:
     tokens = [encode_prompt(problem, config, base.tokenizer, base.arch.max_positions)[1] for problem in problems]
     with closing(build_local_trainer(_alone(config), base.arch, base.tensors)) as trainer:
         statistics = trainer.statistics(TokenBatch.of_prompts(tokens))
-        scales = scales_of(config, covered(config, statistics.histograms()))
+        scales = scales_of(config, statistics.amax())
         completions = _completions(config, base, trainer.export(), scales, tokens)
         task = Task(TokenBatch.of(tokens, completions), config.rollout.temperature, scales)
         return Subject(config, base.arch, trainer.masters, task)

@@ -21,7 +21,7 @@ from fp8core.rewards.final_answer import MARKER
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import find_base
-from fp8core.run.scales import covered, scales_of
+from fp8core.run.scales import scales_of
 
 
 def measure_parts(config: RunConfig, problems: Sequence[Problem], progress: Progress) -> PartCosts:
@@ -90,4 +90,4 @@ def _calibrated(config: RunConfig, unscaled: Forward, batch: TokenBatch) -> Sequ
     for _, part in batch.slices(config.training.micro_batch):
         observe = partial(statistics.observe, valid=part.valid, scales=None)
         decoder.hidden(unscaled.weights, part.tokens, part.positions, FullContext.of(part.valid), (), observe)
-    return scales_of(config, covered(config, statistics.histograms()))
+    return scales_of(config, statistics.amax())

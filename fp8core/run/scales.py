@@ -4,22 +4,10 @@ from typing import Any
 
 from fp8core.config.run import RunConfig
 from fp8core.errors import StoredFileError
-from fp8core.numerics.kv_scales import (
-    LayerAmax,
-    LayerHistograms,
-    LayerScales,
-    MagnitudeHistogram,
-    covered_amax,
-    scale_distance,
-    scales_from_statistics,
-)
+from fp8core.numerics.kv_scales import LayerAmax, LayerScales, scale_distance, scales_from_statistics
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
-
-
-def covered(config: RunConfig, histograms: list[LayerHistograms]) -> list[LayerAmax]:
-    return covered_amax(histograms, config.calibration.covered_percentile)
 
 
 def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
@@ -31,7 +19,7 @@ def lag_error(config: RunConfig, in_force: PolicyScales, statistics: dict[str, A
 
     The scales in force come from earlier steps and their average; this is the error of that.
     """
-    fresh = scales_of(config, covered(config, read_histograms(statistics)))
+    fresh = scales_of(config, read_amax(statistics))
     return scale_distance(in_force.layers, fresh)
 
 
@@ -56,12 +44,6 @@ def read_scales(run: RunContext, scales: Ref) -> PolicyScales:
     return PolicyScales(content["version"], tuple(LayerScales(**layer) for layer in content["layers"]))
 
 
-def read_histograms(statistics: dict[str, Any]) -> list[LayerHistograms]:
-    return [
-        LayerHistograms(**{name: _histogram(**stored) for name, stored in layer.items()})
-        for layer in statistics["histograms"]
-    ]
-
-
-def _histogram(amax: float, first: int, counts: list[int]) -> MagnitudeHistogram:
-    return MagnitudeHistogram(amax, first, tuple(counts))
+def read_amax(content: dict[str, Any]) -> list[LayerAmax]:
+    """Of stored statistics, or scales."""
+    return [LayerAmax(**layer) for layer in content["amax"]]

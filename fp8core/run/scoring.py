@@ -1,6 +1,6 @@
 """Rollouts as batches that a trainer scores, and its scores as stored tables."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +35,6 @@ def stored_scores(run: RunContext, version: int, rollouts: pa.Table, scored: Sco
     statistics = {
         "version": version,
         "amax": [vars(layer) for layer in scored.statistics.amax()],
-        "histograms": [asdict(layer) for layer in scored.statistics.histograms()],
         "saturated_share": scored.statistics.saturated_share(),
     }
     return {

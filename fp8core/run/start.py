@@ -42,7 +42,7 @@ from fp8core.run.policy import initial_trainer, push
 from fp8core.run.precision_gap import measure_gap
 from fp8core.run.recompute import recompute_damaged
 from fp8core.run.rollouts import heldout_accuracy, heldout_episodes, prompt_groups, prompt_table
-from fp8core.run.scales import covered, read_scales, store_scales
+from fp8core.run.scales import read_scales, store_scales
 from fp8core.run.sft import ReferenceSftTrainer, train_on_demonstrations
 from fp8core.run.verdicts import ending_of, score
 from fp8core.store.artifacts import ArtifactStore, Ref
@@ -109,11 +109,11 @@ def first_scales(run: RunContext) -> TaskResult:
         prompts = prompt_table(run, problems)["tokens"].to_pylist()
         batch = TokenBatch.of_prompts(prompts)
         try:
-            histograms = run.ready_trainer().statistics(batch).histograms()
+            amax = run.ready_trainer().statistics(batch).amax()
         except GroupNotFinite as error:
             _refuse_not_finite(run, error)
             raise
-        return {"scales": store_scales(run, 0, covered(run.config, histograms))}
+        return {"scales": store_scales(run, 0, amax)}
 
     return _once(run, "calibrate", {}, body)
 

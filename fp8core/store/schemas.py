@@ -75,24 +75,11 @@ class Scales(_Content):
     amax: list[_Layer]
 
 
-class _Histogram(_Content):
-    amax: Magnitude
-    first: Count
-    counts: list[Count]
-
-
-class _LayerHistograms(_Content):
-    q: _Histogram
-    k: _Histogram
-    v: _Histogram
-
-
 class KvStatistics(_Content):
     """Magnitudes of Q, K and V that the pass for log-probs saw, by layer."""
 
     version: StepNumber
     amax: list[_Layer]
-    histograms: list[_LayerHistograms]
     saturated_share: Share
 
 

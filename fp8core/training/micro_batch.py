@@ -112,7 +112,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     ) -> tuple[list[dict[str, float]], ScoredBatch]:
         statistics, reports, found = self._no_statistics(), list[dict[str, float]](), list[tuple[Tensor, Tensor]]()
         for update, rows in enumerate(updates):
-            part = self._selected(corrected.rows(rows), update, temperature, scales)
+            part = corrected.rows(rows)
             with self._guarded():
                 totals, scores = self._accumulate_and_score(part, temperature, scales, statistics)
                 if update == 0:

@@ -35,7 +35,7 @@ AVERAGED = (
     "teacher_kl",
 )
 """Fields of a report that are means over its updates."""
-_OF_FIRST = ("ratio_bias", "ratio_deviation", "ratio_clipped", "reward_slope")
+_OF_FIRST = ("ratio_bias", "ratio_deviation", "clip_fraction", "reward_slope")
 """Statistics of the first update that a report has."""
 REPORTED = (
     "first_ratio_bias",
@@ -219,7 +219,7 @@ class PolicyTrainer(ABC):
         Raises NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied."""
         corrected, correction = self._objective.corrected(batch)
         reports = [
-            self._update(self._selected(corrected.rows(rows), update, temperature, scales), update, temperature, scales)
+            self._update(corrected.rows(rows), update, temperature, scales)
             for update, rows in enumerate(minibatches(corrected.mask, corrected.keep, self._config.minibatches))
         ]
         return self._reported(batch, corrected, correction, reports)
@@ -247,7 +247,7 @@ class PolicyTrainer(ABC):
             correction=correction,
             first_ratio_bias=first["ratio_bias"],
             first_ratio_deviation=first["ratio_deviation"],
-            first_clip_fraction=first["ratio_clipped"],
+            first_clip_fraction=first["clip_fraction"],
             first_reward_slope=None if batch.centred_rewards is None else first["reward_slope"],
             mask_differing=int((batch.mask != written).sum()),
             update_gain=self._gain.measured(),
@@ -303,20 +303,6 @@ class PolicyTrainer(ABC):
             totals = self._accumulate(batch, temperature, scales)
             totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1, update + 1))
         return totals
-
-    def _selected(self, batch: RolloutBatch, update: int, temperature: float, scales: Scales) -> RolloutBatch:
-        """A minibatch with what the loss singles out of it, so that this does not depend on how it is cut into passes.
-
-        The first update of a step starts from the policy that `old_logprobs` are of; others cost one more scoring
-        pass."""
-        if not self._objective.selects:
-            return batch
-        if update == 0 and batch.stale is None:
-            assert batch.old_logprobs is not None, "whole_batch_setting names losses that select"
-            return self._objective.selected(batch, batch.old_logprobs, update)
-        current = self.logprobs(batch.sequences, temperature, scales).logprobs
-        padding = torch.zeros(len(current), batch.mask.shape[1] - current.shape[1])
-        return self._objective.selected(batch, torch.cat([current, padding], dim=1), update)
 
     def _apply(self, learning_rate: float) -> float:
         norm = self._step(learning_rate)

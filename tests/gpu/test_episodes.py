@@ -72,7 +72,7 @@ def masters() -> dict[str, Tensor]:
 def trainer(masters: dict[str, Tensor]) -> PackedTrainer:
     """The trainer of the same policy, told the engine's longest request."""
     formats = PackedFormats(
-        training_formats(CONTRACT, ARCH.num_layers), rollout_formats(CONTRACT, ARCH.num_layers), LONGEST, amax_only=True
+        training_formats(CONTRACT, ARCH.num_layers), rollout_formats(CONTRACT, ARCH.num_layers), LONGEST
     )
     objective = Objective(LossConfig(), CorrectionConfig())
     return PackedTrainer(ARCH, masters, formats, TrainingConfig(), objective, torch.device("cuda"))

@@ -87,9 +87,7 @@ def packed(
     **settings: object,
 ) -> PackedTrainer:
     training = TrainingConfig.model_validate({"device": "cuda", "tokens_per_pass": 1024, **settings})
-    formats = PackedFormats(
-        training_formats(kept, ARCH.num_layers), rollout_formats(kept, ARCH.num_layers), 512, amax_only=False
-    )
+    formats = PackedFormats(training_formats(kept, ARCH.num_layers), rollout_formats(kept, ARCH.num_layers), 512)
     objective, started = Objective(LossConfig(), CorrectionConfig()), masters(arch) if weights is None else weights
     return PackedTrainer(arch, started, formats, training, objective, CUDA, ranks)
 

@@ -155,8 +155,6 @@ REFERENCE = {
     ("source", "settings", "reason"),
     [
         ("training", {"training.minibatches": 2}, "of training.minibatches=2 updates only the first"),
-        ("training", {"loss.policy": "clip_cov"}, "loss.policy=clip_cov selects among all tokens"),
-        ("training", {"loss.policy": "kl_cov"}, "loss.policy=kl_cov selects among all tokens"),
         ("training", {**REFERENCE, "loss.reward_kl": 0.1}, "loss.reward_kl=0.1"),
         ("training", {"correction.seq_logprob_error_threshold": 2.0}, "correction.seq_logprob_error_threshold"),
         ("training", PRESET, "correction.normalise=token"),

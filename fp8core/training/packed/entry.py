@@ -194,7 +194,6 @@ def _build(
         training_formats(config.precision, arch.num_layers),
         rollout_formats(config.precision, arch.num_layers),
         longest=engine_entry(config).longest(config, arch),
-        amax_only=config.calibration.statistic == "amax",
     )
     objective = Objective(config.loss, config.correction)
     device = torch.device(config.training.device)

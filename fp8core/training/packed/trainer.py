@@ -21,7 +21,7 @@ from fp8core.numerics.adamw import MOMENT_NAMES, AdamWStep, adamw
 from fp8core.numerics.attention import QUERY_TYPES, Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.elementwise import KERNELS
-from fp8core.numerics.kv_scales import AmaxStatistics, KvStatistics, Scales
+from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.numerics.packed import (
     Bf16PackedAttention,
     DevicePack,
@@ -62,12 +62,11 @@ from fp8core.training.update_gain import UpdateGain, sampled_tiles
 class PackedFormats:
     """The meaning of a contract's two sides to this trainer.
 
-    `longest`: tokens of the engine's longest request. `amax_only`: calibration needs no histogram of Q, K and V."""
+    `longest`: tokens of the engine's longest request."""
 
     training: Formats
     rollout: Formats
     longest: int
-    amax_only: bool
 
 
 class PackedTrainer(MicroBatchTrainer[Tensor]):
@@ -218,8 +217,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             yield rows, batch.part(rows, int(batch.valid[rows].sum(-1).max()))
 
     def _no_statistics(self) -> KvStatistics:
-        kind = AmaxStatistics if self._formats.amax_only else KvStatistics
-        return kind(self.arch.num_layers, self._device)
+        return KvStatistics(self.arch.num_layers, self._device)
 
     def _inference_weights(self) -> Tensor:
         self._decoder.cache_weights(self._masters)

@@ -48,16 +48,6 @@ def test_parts_hold_every_sequence_once_and_fit(lengths):
         assert shape.workspace(QWEN3) <= MOST_BYTES
 
 
-def test_packs_of_one_size_share_few_graphs():
-    generator = torch.Generator().manual_seed(0)
-    shapes = set()
-    for _ in range(300):
-        lengths = torch.randint(300, 1025, (30,), generator=generator).tolist()
-        whole = [n for i, n in enumerate(lengths) if sum(lengths[: i + 1]) <= 16_384]
-        shapes |= {part.shape for part in parts_of(PackedSequences.of(whole), QWEN3)}
-    assert len(shapes) <= 8
-
-
 def softmax_gradients(q, k, v, grad):
     leaves = [x.float().detach().requires_grad_() for x in (q, k, v)]
     query, key, value = (x.transpose(0, 1) for x in leaves)

@@ -5,13 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from fp8core.errors import UserError
 from fp8core.kernels import cuda
-from fp8core.kernels.compilation import Job, missing_jobs, multiply, run_jobs
-from fp8core.numerics import dispatch
-from fp8core.resources.kernels import Product
+from fp8core.kernels.compilation import Job, missing_jobs, run_jobs
 
 VERSIONS = "torch 1, GPU"
 
@@ -69,35 +66,6 @@ def test_this_process_works_while_others_compile(tmp_path):
     run_jobs(jobs(tmp_path, (write_after, waiting, tmp_path / "done")), VERSIONS, lambda *_: None, meanwhile)
     assert seen == [False]
     assert (tmp_path / "done").exists()
-
-
-@pytest.mark.parametrize("operands", ["fp8_block", "bf16", "fp8_gradient"])
-def test_a_job_multiplies_operands_of_the_sampled_shape(monkeypatch, operands):
-    """The operation that engine and trainer call gets the layouts that they give it."""
-    given = {}
-    for name in ("forward_gemm", "weight_gradient_gemm", "head_logits"):
-        reference = dispatch.OPERATIONS[name][0]
-
-        def record(*operands, name=name, reference=reference):
-            given[name] = operands
-            return reference(*operands)
-
-        monkeypatch.setattr(f"fp8core.numerics.{'packed' if name == 'head_logits' else 'gemm'}.{name}", record)
-    rows = 256 if operands == "fp8_gradient" else 19
-    multiply(Product(operands, 256, 384, (rows,)), "cpu")
-    if operands == "bf16":
-        hidden, weight = given["head_logits"]
-        assert (hidden.shape, weight.shape, hidden.dtype) == ((19, 384), (256, 384), torch.bfloat16)
-        return
-    if operands == "fp8_gradient":
-        (grad, of_grad), (x, of_x) = given["weight_gradient_gemm"]
-        assert (grad.shape, x.shape, of_grad.shape, of_x.shape) == ((256, 256), (384, 256), (256, 2), (384, 2))
-        assert (of_grad.stride(), of_x.stride()) == ((1, 256), (1, 384))
-        return
-    (x, by_row), (weight, by_tile) = given["forward_gemm"]
-    assert (x.shape, weight.shape, by_row.shape, by_tile.shape) == ((19, 384), (256, 384), (19, 3), (2, 3))
-    assert (x.dtype, weight.dtype) == (torch.float8_e4m3fn,) * 2
-    assert by_row.stride() == (1, 20)
 
 
 def test_machine_code_is_kept_by_source_options_and_compiler(tmp_path, monkeypatch):

@@ -3,8 +3,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8core.numerics.dispatch import has_kernels
@@ -23,15 +21,12 @@ from fp8core.numerics.e4m3 import (
     scale_from_amax,
     tile_codes,
 )
-from fp8core.numerics.recipe import AMAX_FLOOR, FP32, FP32_ACTIVATIONS, GRADIENT_FLOOR, POW2, RECIPES, Grouping, Recipe
+from fp8core.numerics.recipe import AMAX_FLOOR, FP32, GRADIENT_FLOOR, POW2, RECIPES, Grouping, Recipe
 
 RULES = ["pow2", "fp32"]
 OPERANDS = {quantise_rows: "activations", quantise_columns: "tokens", quantise_tiles: "weights"}
 # The format's non-negative values in the order of their codes 0..126: subnormals m 2^-9, then (8 + m) 2^(e - 10).
 GRID = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
-FLOAT32_MAX = float(torch.finfo(torch.float32).max)
-
-SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40))
 
 
 def cast(x: Tensor) -> Tensor:
@@ -80,30 +75,6 @@ def test_rounds_as_the_saturated_cast_on_every_exponent(sign: int) -> None:
     assert x.isnan().any()
     assert x.isinf().any()
     assert torch.equal(to_bytes(x), cast(x))
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_rounds_to_nearest_even_at_every_midpoint(sign: float) -> None:
-    values = torch.tensor(GRID)
-    codes = torch.arange(127)
-    lower = codes[:-1]
-    midpoints = (values[:-1] + values[1:]) / 2
-    below, above = (torch.nextafter(midpoints, torch.tensor(to)) for to in (0.0, 1e3))
-    x = sign * torch.cat([values, below, midpoints, above])
-    expected = torch.cat([codes, lower, lower + lower % 2, lower + 1]) + (128 if sign < 0 else 0)
-    assert to_bytes(x).tolist() == expected.tolist()
-
-
-def test_saturates() -> None:
-    # The cast alone does not: what it makes of these differs between versions of torch.
-    beyond = torch.tensor([448.00003, 464.0, 464.00003, 480.0, 1e30, FLOAT32_MAX, torch.inf])
-    assert round_to_e4m3(beyond).tolist() == [448.0] * 7
-    assert round_to_e4m3(-beyond).tolist() == [-448.0] * 7
-
-
-def test_keeps_nan_and_the_sign_of_zeros() -> None:
-    assert to_bytes(torch.tensor([torch.nan, -torch.nan])).tolist() == [127, 255]
-    assert to_bytes(torch.tensor([0.0, 2.0**-10, -0.0, -(2.0**-10), -1e-40])).tolist() == [0, 0, 128, 128, 128]
 
 
 # Scales
@@ -182,49 +153,6 @@ def test_rows_columns_and_tiles_of_128(slow_quantise, shape: tuple[int, int], re
         assert torch.equal(ours[1], slow[1])
 
 
-@given(
-    shape=SHAPES,
-    size=st.integers(1, 50),
-    other=st.integers(1, 50),
-    seed=st.integers(0, 2**31),
-    rule=st.sampled_from(RULES),
-)
-@settings(max_examples=30)
-def test_any_group_size(slow_quantise, shape: tuple[int, int], size: int, other: int, seed: int, rule) -> None:
-    x, row, tile = random(*shape, seed=seed), Grouping(1, size, rule), Grouping(other, size, rule)
-    for ours, slow in (
-        (quantise_rows(x, row), slow_quantise(x, rule, 1, size)),
-        (quantise_columns(x, row), tuple(part.t() for part in slow_quantise(x, rule, size, 1))),
-        (quantise_tiles(x, tile), slow_quantise(x, rule, other, size)),
-    ):
-        assert torch.equal(ours[0], slow[0])
-        assert torch.equal(ours[1], slow[1])
-
-
-@given(seed=st.integers(0, 2**31), exponent=st.integers(-20, 20))
-@settings(max_examples=20)
-def test_the_largest_element_of_a_group_has_no_error_under_fp32_scales(seed: int, exponent: int) -> None:
-    """A power of two rounds it to three bits as any other."""
-    x = random(12, 300, seed=seed) * 2.0**exponent
-    x[:, ::128] = x.abs().amax(-1, keepdim=True).clamp(min=1e-6) * 1.1
-    errors = []
-    for recipe in (FP32_ACTIVATIONS, POW2):
-        grid, scales = quantise_rows(x, recipe.activations)
-        errors.append(((grid * scales.repeat_interleave(128, 1)[:, :300])[:, ::128] / x[:, ::128] - 1).abs())
-    # Of the scale and of the product, an FP32 rounding each.
-    assert errors[0].max() <= 2.0**-23
-    assert errors[1].max() > 2.0**-8
-
-
-def test_tile_scales_have_the_layout_of_weight_scale_inv() -> None:
-    x = torch.ones(300, 200)
-    x[256:, 128:] = 448.0 * 2**5
-    x[:128, 128:] = 448.0 * 2**7
-    _, scales = quantise_tiles(x, POW2.weights)
-    assert scales.dtype == torch.float32
-    assert scales.tolist() == [[2.0**-8, 2.0**7], [2.0**-8, 2.0**-8], [2.0**-8, 2.0**5]]
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_zero_groups_have_zero_codes_and_the_scale_of_the_floor(rule) -> None:
     x = random(256, 256, seed=4)
@@ -264,14 +192,6 @@ def test_on_a_cpu_codes_are_those_of_the_reference(dtype: torch.dtype, recipe: R
         assert codes.dtype == torch.float8_e4m3fn
         assert torch.equal(codes.view(torch.uint8), encode(grid).view(torch.uint8))
         assert torch.equal(scales, expected)
-
-
-def test_a_flag_raises_once_it_is_set() -> None:
-    flag = FiniteFlag(CPU)
-    flag.check()
-    flag.not_finite.fill_(1)
-    with pytest.raises(GroupNotFinite, match="NaN or infinity"):
-        flag.check()
 
 
 def test_a_kernel_is_checked_at_once_unless_the_caller_does() -> None:

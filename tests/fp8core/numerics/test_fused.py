@@ -4,16 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8core.numerics import elementwise
 from fp8core.numerics.attention import QUERY_TYPES
-from fp8core.numerics.e4m3 import Codes, GroupNotFinite, encode, round_to_e4m3, row_and_column_codes, row_codes
+from fp8core.numerics.e4m3 import encode, round_to_e4m3
 from fp8core.numerics.elementwise import KERNELS, inverse_frequencies, rms_norm, rotate, round_to_bf16
 from fp8core.numerics.fused import (
     HeadLayout,
     add_norm,
     add_norm_backward,
-    add_norm_codes,
-    add_norm_row_codes,
     head_codes,
     head_gradients,
     head_values,
@@ -21,14 +18,10 @@ from fp8core.numerics.fused import (
     norm_rotate,
     norm_rotate_backward,
     static_codes,
-    swiglu,
     swiglu_backward,
-    swiglu_backward_codes,
-    swiglu_codes,
-    swiglu_row_codes,
 )
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.recipe import E4M3_MAX, POW2, RECIPES, AttentionProducts, Recipe
+from fp8core.numerics.recipe import E4M3_MAX, AttentionProducts
 
 EPS = 1e-6
 HIDDEN = 200
@@ -43,11 +36,6 @@ def inputs(tokens: int = 37) -> tuple[Tensor, Tensor, Tensor]:
     return x, added, (1 + 0.1 * randn(HIDDEN, seed=3).float()).bfloat16().float()
 
 
-def assert_same(found: Codes, expected: Codes) -> None:
-    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
-    assert torch.equal(found[1], expected[1])
-
-
 @pytest.mark.parametrize("adds", [True, False])
 def test_the_norm_reads_the_rounded_sum_as_the_decoder_does(adds: bool) -> None:
     x, added, weight = inputs()
@@ -58,20 +46,6 @@ def test_the_norm_reads_the_rounded_sum_as_the_decoder_does(adds: bool) -> None:
     assert torch.equal(normed.float(), rms_norm(expected, weight, EPS, round_to_bf16, KERNELS.normalised))
     rms = (expected.double().square().mean(-1) + EPS).sqrt()
     assert torch.allclose(inverse.double() * rms, torch.ones(()).double(), rtol=1e-7)
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_codes_are_those_of_the_norm_alone(recipe: Recipe) -> None:
-    (x, added, weight), both = inputs(), (recipe.activations, recipe.tokens)
-    total, normed, inverse = add_norm(x, added, weight, EPS)
-    summed, rows = add_norm_row_codes(x, added, weight, EPS, recipe.activations)
-    assert torch.equal(summed, total)
-    assert_same(rows, row_codes(normed, recipe.activations))
-    summed, *codes, factor = add_norm_codes(x, added, weight, EPS, *both)
-    assert torch.equal(summed, total)
-    assert torch.equal(factor, inverse)
-    for found, expected in zip(codes, row_and_column_codes(normed, *both), strict=True):
-        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("sends", [True, False])
@@ -92,18 +66,6 @@ def test_gradients_of_the_norm_are_those_of_float64(sends: bool) -> None:
     assert (grad.dtype, grad_weight.dtype) == (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("codes_of", "groups"),
-    [(add_norm_row_codes, (POW2.activations,)), (add_norm_codes, (POW2.activations, POW2.tokens))],
-)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_norm_with_nan_or_infinity_is_not_quantised(codes_of, groups, value: float) -> None:
-    x, added, weight = inputs()
-    x[3, 5] = value
-    with pytest.raises(GroupNotFinite):
-        codes_of(x, added, weight, EPS, *groups)
-
-
 # SwiGLU
 
 TOKENS, COLUMNS = 37, 200
@@ -112,27 +74,6 @@ TOKENS, COLUMNS = 37, 200
 def projections() -> tuple[Tensor, Tensor]:
     """A gradient and the fused projection."""
     return randn(TOKENS, COLUMNS, seed=1), randn(TOKENS, 2 * COLUMNS, seed=2)
-
-
-def test_the_product_is_that_of_the_decoder() -> None:
-    _grad, gate_up = projections()
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    out = swiglu(gate_up)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out.float(), elementwise.swiglu(gate, up, round_to_bf16, KERNELS.activated))
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_codes_are_those_of_the_product_and_of_the_gradient(recipe: Recipe) -> None:
-    grad, gate_up = projections()
-    rows, both, backward = recipe.activations, (recipe.activations, recipe.tokens), (recipe.gradients, recipe.tokens)
-    out = swiglu(gate_up)
-    assert_same(swiglu_row_codes(gate_up, rows), row_codes(out, rows))
-    for found, expected in zip(swiglu_codes(gate_up, *both), row_and_column_codes(out, *both), strict=True):
-        assert_same(found, expected)
-    gradient = row_and_column_codes(swiglu_backward(grad, gate_up), *backward)
-    for found, expected in zip(swiglu_backward_codes(grad, gate_up, *backward), gradient, strict=True):
-        assert_same(found, expected)
 
 
 def test_gradients_of_swiglu_are_those_of_float64() -> None:
@@ -145,20 +86,6 @@ def test_gradients_of_swiglu_are_those_of_float64() -> None:
     found = swiglu_backward(grad, gate_up)
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.double(), expected, rtol=2**-8, atol=1e-5)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("column", [7, COLUMNS + 7])
-def test_swiglu_with_nan_or_infinity_is_not_quantised(value: float, column: int) -> None:
-    grad, gate_up = projections()
-    gate_up[3, column] = value
-    for codes in (
-        lambda: swiglu_row_codes(gate_up, POW2.activations),
-        lambda: swiglu_codes(gate_up, POW2.activations, POW2.tokens),
-        lambda: swiglu_backward_codes(grad, gate_up, POW2.gradients, POW2.tokens),
-    ):
-        with pytest.raises(GroupNotFinite):
-            codes()
 
 
 PACKED, POSITIONS = 19, 64

@@ -63,16 +63,9 @@ def test_block_gemm_sums_each_block_exactly(random_grid, shape: tuple[int, int, 
     product = block_gemm(left, factors[0], right, factors[1], block)
     assert product.dtype == torch.float64
     assert torch.equal(product, exact_block_gemm(left, factors[0], right, factors[1], block))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("block", [128, 32])
-def test_scaled_gemm_is_block_gemm_for_powers_of_two(random_grid, shape: tuple[int, int, int], block: int) -> None:
-    m, n, k = shape
-    left, right = random_grid(m, k, 5), random_grid(n, k, 6)
-    factors = scales(m, k, "pow2", 7, block), scales(n, k, "pow2", 8, block)
-    product = scaled_gemm(dequantised(left, factors[0], block), dequantised(right, factors[1], block), block)
-    assert torch.equal(product, block_gemm(left, factors[0], right, factors[1], block))
+    if rule == "pow2":
+        scaled = scaled_gemm(dequantised(left, factors[0], block), dequantised(right, factors[1], block), block)
+        assert torch.equal(scaled, product)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -105,53 +98,6 @@ def test_a_sum_that_is_not_exact_as_a_whole_is_added_by_blocks() -> None:
     assert spans.tolist() == [128 + 128 * 448 * 2.0 ** (9 + exponent) for exponent in (60, 6, 50)]
     product = spanned_gemm(dequantised(left, factors), right.double(), spans, row_peak(torch.ones(2, 2)))
     assert product.tolist() == [[0.25] * 2] * 3
-
-
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_distance_to_the_product_of_the_dequantised_operands(random_grid, rule: str) -> None:
-    left, right = random_grid(4, 1000, 9), random_grid(5, 1000, 10)
-    factors = scales(4, 1000, rule, 11), scales(5, 1000, rule, 12)
-    product = block_gemm(left, factors[0], right, factors[1])
-    for i, a in enumerate(dequantised(left, factors[0]).tolist()):
-        for j, b in enumerate(dequantised(right, factors[1]).tolist()):
-            terms = [Fraction(x) * Fraction(y) for x, y in zip(a, b, strict=True)]
-            # Two roundings for the scales of a block, one for each of the eight sums, and their second order.
-            bound = 11 * Fraction(2) ** -53 * sum(abs(term) for term in terms)
-            assert abs(Fraction(product[i, j].item()) - sum(terms)) <= bound
-
-
-@pytest.mark.parametrize("position", [0, 63, 127])
-def test_a_block_keeps_the_smallest_product_beside_the_largest(position: int) -> None:
-    left = torch.full((1, 128), 448.0)
-    left[0, position] = 2.0**-9
-    one = torch.ones(1, 1)
-    expected = 127 * 448.0**2 + 2.0**-18
-    assert block_gemm(left, one, left, one).item() == expected
-    assert scaled_gemm(left.double(), left.double()).item() == expected
-
-
-def test_blocks_are_added_in_ascending_order() -> None:
-    # In this order 2^60 swallows the 1 of both rows; in any other one of them survives.
-    left, right = torch.zeros(2, 384), torch.ones(2, 384)
-    left[:, [0, 128, 256]] = torch.tensor([1.0, 1.0, -1.0])
-    left_scales = torch.tensor([[2.0**60, 1.0, 2.0**60], [1.0, 2.0**60, 2.0**60]])
-    ones = torch.ones(2, 3)
-    expected = [[0.0, 0.0], [0.0, 0.0]]
-    assert block_gemm(left, left_scales, right, ones).tolist() == expected
-    assert scaled_gemm(dequantised(left, left_scales), right.double()).tolist() == expected
-
-
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_a_row_does_not_depend_on_its_batch(random_grid, rule: str) -> None:
-    left, right = random_grid(64, 600, 13), random_grid(40, 600, 14)
-    left_scales, right_scales = scales(64, 600, rule, 15), scales(40, 600, rule, 16)
-    whole = block_gemm(left, left_scales, right, right_scales)
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(17))
-    for rows in (*order[:5].split(1), order[:7], order):
-        assert torch.equal(block_gemm(left[rows], left_scales[rows], right, right_scales), whole[rows])
-        if rule == "pow2":
-            a, b = dequantised(left[rows], left_scales[rows]), dequantised(right, right_scales)
-            assert torch.equal(scaled_gemm(a, b), whole[rows])
 
 
 # Fixed-point operands
@@ -190,27 +136,6 @@ def test_aligned_gemm_is_an_exact_integer_product(k: int) -> None:
     aligned = align_rows(right.double(), alignment_bits(k))
     assert torch.equal(aligned, right.double())
     assert [[int(value) for value in row] for row in aligned_gemm(left.double(), aligned).tolist()] == expected
-
-
-@pytest.mark.parametrize("k", [64, 1024, 4096])
-def test_error_of_aligned_gemm(k: int) -> None:
-    generator = torch.Generator().manual_seed(k)
-    left, right = (torch.randn(32, k, generator=generator) for _ in range(2))
-    bits = alignment_bits(k)
-
-    def errors(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        exact = a.double() @ b.double().t()
-        sequential = torch.zeros(32, 32)
-        for i in range(k):
-            sequential += a[:, i, None] * b[:, i]
-        aligned = aligned_gemm(a, align_rows(b.double(), bits))
-        return (aligned - exact).abs(), (sequential.double() - exact).abs()
-
-    error, sequential = errors(left, right)
-    size = (left.abs().amax(-1)[:, None] * right.abs().amax(-1)).double()
-    assert (error <= k * (2 * 2.0**-bits + 2.0 ** (-2 * bits)) * size).all()
-    error, sequential = errors(left.bfloat16().float(), right.bfloat16().float())
-    assert error.mean() < sequential.mean()
 
 
 def fp32(*shape: int, seed: int) -> Tensor:

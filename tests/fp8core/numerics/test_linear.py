@@ -1,12 +1,11 @@
 from collections.abc import Callable
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import encode, quantise_rows, quantise_tiles
+from fp8core.numerics.e4m3 import encode, quantise_tiles
 from fp8core.numerics.linear import (
     Bf16Linear,
     ExactFp32Linear,
@@ -15,20 +14,15 @@ from fp8core.numerics.linear import (
     Fp32Linear,
     LinearWeight,
     StoredWeight,
-    dequantise_rows,
     dgrad,
     fprop,
     load_weight,
     wgrad,
 )
-from fp8core.numerics.recipe import FP32_ACTIVATIONS, GRADIENT_FLOOR, POW2, RECIPES, Grouping, Recipe
+from fp8core.numerics.recipe import POW2, RECIPES, Grouping, Recipe
 
-# One that no configuration names: scales as MXFP8's, one for 32 elements of every operand.
-BACKWARD_32 = Grouping(1, 32, "pow2", GRADIENT_FLOOR)
-GROUPS_OF_32 = Recipe("", *[Grouping(1, 32, "pow2")] * 2, BACKWARD_32, BACKWARD_32, cache="pow2", attention="fp8")
-EVERY = {**RECIPES, "groups of 32": GROUPS_OF_32}
 # Tokens, in, out: whole groups and partial ones.
-SHAPES = [(128, 128, 256), (300, 200, 130), (1, 256, 64), (127, 40, 5), (129, 129, 129)]
+SHAPES = [(128, 128, 256), (300, 200, 130), (1, 40, 5)]
 
 Quantised = Callable[..., Tensor]
 
@@ -64,19 +58,7 @@ def quantised(slow_quantise) -> Quantised:
 # Weights
 
 
-@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
-def test_a_loaded_weight_is_what_its_codes_and_tile_scales_say(quantised, recipe: Recipe) -> None:
-    master = random(130, 200, 1)
-    weight = load_weight([stored_fp8(master, recipe)])
-    assert torch.equal(weight.dequantised, quantised(master, recipe.weights))
-    assert torch.equal(
-        weight.grid.double() * weight.row_scales.double().repeat_interleave(recipe.weights.columns, 1)[:, :200],
-        weight.dequantised,
-    )
-    assert weight.master is None
-
-
-@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("sizes", [(128, 256), (100, 60, 300)])
 def test_stacked_weights_equal_separate_ones(sizes: tuple[int, ...], recipe: Recipe) -> None:
     masters = [random(size, 200, seed) * 10.0**seed for seed, size in enumerate(sizes)]
@@ -88,51 +70,10 @@ def test_stacked_weights_equal_separate_ones(sizes: tuple[int, ...], recipe: Rec
     assert torch.equal(wgrad(grad, x, recipe), separate)
 
 
-@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
-def test_dequantise_rows_is_exact(recipe: Recipe) -> None:
-    grid, factors = quantise_rows(random(3, 200, 2), recipe.activations)
-    values = dequantise_rows(grid, factors, recipe.activations)
-    assert values.dtype == torch.float64
-    for row in range(3):
-        for column in range(200):
-            exact = Fraction(grid[row, column].item()) * Fraction(
-                factors[row, column // recipe.activations.columns].item()
-            )
-            assert Fraction(values[row, column].item()) == exact
-
-
 # The three GEMMs
 
 
-@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_three_gemms_against_float64(quantised, shape: tuple[int, int, int], recipe: Recipe) -> None:
-    tokens, inputs, outputs = shape
-    x, master, grad = random(tokens, inputs, 3), random(outputs, inputs, 4), random(tokens, outputs, 5)
-    before = [x.clone(), grad.clone()]
-    weight, tiles = load_weight([stored_fp8(master, recipe)]), quantised(master, recipe.weights)
-    y = quantised(x, recipe.activations) @ tiles.t()
-    grad_x = quantised(grad, recipe.gradients) @ tiles
-    grad_weight = quantised(grad.t(), recipe.tokens) @ quantised(x.t(), recipe.tokens).t()
-    assert torch.equal(fprop(x, weight, recipe), y.bfloat16().float())
-    assert torch.equal(dgrad(grad, weight, recipe), grad_x.float())
-    assert torch.equal(wgrad(grad, x, recipe), grad_weight.float())
-    assert torch.equal(x, before[0])
-    assert torch.equal(grad, before[1])
-
-
-@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
-def test_a_token_does_not_depend_on_its_batch(recipe: Recipe) -> None:
-    weight = load_weight([stored_fp8(random(200, 300, 8), recipe)])
-    x = random(64, 300, 9)
-    whole = fprop(x, weight, recipe)
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    for rows in (*order[:4].split(1), order[:7], order):
-        assert torch.equal(fprop(x[rows], weight, recipe), whole[rows])
-    assert torch.equal(fprop(x.t().contiguous().t(), weight, recipe), whole)
-
-
-@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("exponent", [30, 60, 90])
 def test_a_small_gradient_is_as_exact_as_a_large_one(exponent: int, recipe: Recipe) -> None:
     """A loss that is a power of two smaller has gradients that are, and no digit fewer."""
@@ -165,15 +106,14 @@ def explicit_plain(x: Tensor, weight: Tensor, grad: Tensor, rounding: Callable[[
     return rounding(y.detach()), *torch.autograd.grad(y, leaves, grad.double())
 
 
-def run(form, x: Tensor, weight: LinearWeight, masters: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+def run(form, x: Tensor, weight: LinearWeight, master: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     leaf = x.clone().requires_grad_()
     y = form(leaf, weight)
     assert y.dtype == torch.float32
-    grad_x, *grad_masters = torch.autograd.grad(y, [leaf, *masters], grad)
-    return y.detach(), grad_x, torch.cat(grad_masters)
+    return y.detach(), *torch.autograd.grad(y, [leaf, master], grad)
 
 
-@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp8_block_linear(quantised, shape: tuple[int, int, int], recipe: Recipe) -> None:
     tokens, inputs, outputs = shape
@@ -181,11 +121,12 @@ def test_fp8_block_linear(quantised, shape: tuple[int, int, int], recipe: Recipe
     master = random(outputs, inputs, 14).requires_grad_()
     weight = replace(load_weight([stored_fp8(master.detach(), recipe)]), master=master)
     expected = explicit_fp8(quantised, x, quantised(master.detach(), recipe.weights), grad, recipe)
-    for ours, theirs in zip(run(Fp8BlockLinear(recipe), x, weight, [master], grad), expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for upstream in (grad, grad.t().contiguous().t()):
+        found = run(Fp8BlockLinear(recipe), x, weight, master, upstream)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp8_forward_linear(quantised, shape: tuple[int, int, int], recipe: Recipe) -> None:
     tokens, inputs, outputs = shape
@@ -193,7 +134,7 @@ def test_fp8_forward_linear(quantised, shape: tuple[int, int, int], recipe: Reci
     master = random(outputs, inputs, 17).requires_grad_()
     weight = replace(load_weight([stored_fp8(master.detach(), recipe)]), master=master)
     tiles = quantised(master.detach(), recipe.weights)
-    y, grad_x, grad_weight = run(Fp8ForwardLinear(recipe), x, weight, [master], grad)
+    y, grad_x, grad_weight = run(Fp8ForwardLinear(recipe), x, weight, master, grad)
     assert torch.equal(y, to_bf16(quantised(x, recipe.activations) @ tiles.t()))
     _, explicit_x, explicit_weight = explicit_plain(x, tiles, grad, to_bf16)
     assert_close_sums(grad_x, explicit_x, grad, tiles)
@@ -210,7 +151,7 @@ def test_plain_linears(form, rounding, shape: tuple[int, int, int]) -> None:
     master = random(outputs, inputs, 20).requires_grad_()
     weight = replace(load_weight([StoredWeight(master.detach().clone())]), master=master)
     expected = explicit_plain(x, master.detach(), grad, rounding)
-    y, grad_x, grad_weight = run(form, x, weight, [master], grad)
+    y, grad_x, grad_weight = run(form, x, weight, master, grad)
     if form.name == "bf16":
         assert torch.equal(y, expected[0])
     else:
@@ -226,24 +167,6 @@ def assert_close_sums(product: Tensor, expected: Tensor, left: Tensor, right: Te
 
 
 @pytest.mark.parametrize(
-    "form", [Fp8BlockLinear(POW2), Fp8ForwardLinear(FP32_ACTIVATIONS), Bf16Linear(), Fp32Linear(), ExactFp32Linear()]
-)
-def test_each_of_the_stacked_masters_gets_its_own_gradient(form) -> None:
-    masters = [random(rows, 64, rows).requires_grad_() for rows in (128, 256)]
-    x, grad = random(20, 64, 21), random(20, 384, 22)
-
-    def gradients(chosen: list[Tensor], grad: Tensor) -> list[Tensor]:
-        plain = [StoredWeight(master.detach()) for master in chosen]
-        parts = [stored_fp8(master.detach(), POW2) for master in chosen] if form.name == "fp8_block" else plain
-        return list(torch.autograd.grad(form(x, replace(load_weight(parts), master=torch.cat(chosen))), chosen, grad))
-
-    stacked = gradients(masters, grad)
-    separate = [*gradients(masters[:1], grad[:, :128]), *gradients(masters[1:], grad[:, 128:])]
-    for ours, theirs in zip(stacked, separate, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
-
-
-@pytest.mark.parametrize(
     "form", [Fp8BlockLinear(POW2), Fp8ForwardLinear(POW2), Bf16Linear(), Fp32Linear(), ExactFp32Linear()]
 )
 def test_a_frozen_weight_passes_the_gradient_on(form) -> None:
@@ -253,20 +176,3 @@ def test_a_frozen_weight_passes_the_gradient_on(form) -> None:
     (frozen,) = torch.autograd.grad(form(x, load_weight([part])), x, grad)
     trained = replace(load_weight([part]), master=master.clone().requires_grad_())
     assert torch.equal(frozen, torch.autograd.grad(form(x, trained), x, grad)[0])
-
-
-@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
-def test_a_strided_gradient_is_quantised_like_a_dense_one(recipe: Recipe) -> None:
-    master = random(96, 128, 26).requires_grad_()
-    weight = replace(load_weight([stored_fp8(master.detach(), recipe)]), master=master)
-    x, grad = random(140, 128, 27), random(140, 96, 28)
-    dense = run(Fp8BlockLinear(recipe), x, weight, [master], grad)
-    strided = run(
-        Fp8BlockLinear(recipe),
-        x,
-        replace(load_weight([stored_fp8(master.detach(), recipe)]), master=master),
-        [master],
-        grad.t().contiguous().t(),
-    )
-    for ours, theirs in zip(strided, dense, strict=True):
-        assert torch.equal(ours, theirs)

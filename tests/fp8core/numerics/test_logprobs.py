@@ -41,14 +41,6 @@ def test_log_softmax_is_that_of_torch(seed: int, vocabulary: int, spread: float,
     assert (logp.exp().sum(-1) - 1).abs().max() <= bound
 
 
-def test_log_softmax_at_a_large_vocabulary() -> None:
-    logits = torch.randn(2, 151_936, generator=torch.Generator().manual_seed(0)) * 3
-    logits[1] = 0.0
-    error = log_softmax(logits, 1.0) - torch.log_softmax(logits.double(), dim=-1)
-    assert error.abs().max() <= 151_936 * 2.0**-35
-    assert log_softmax(logits, 1.0)[1, 0].item() == -math.log(151_936)
-
-
 def test_log_softmax_does_not_depend_on_batch_or_vocabulary_order() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(64, 1000, generator=generator) * 4
@@ -102,34 +94,12 @@ def test_nothing_depends_on_the_batch(form: HeadFormat, hidden: int) -> None:
 # Log-probs of tokens
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_logprobs_and_entropies_are_those_of_the_plain_formula(temperature: float) -> None:
-    x, weight, targets = random_case(40, 100, 64, seed=5)
-    logp, entropy = token_logprobs(x, load_head(weight), Fp32Head(), targets, temperature)
-    expected = plain(x, weight, targets, temperature)
-    assert logp.dtype == entropy.dtype == torch.float32
-    assert torch.allclose(logp.double(), expected[0], rtol=1e-6, atol=1e-5)
-    assert torch.allclose(entropy.double(), expected[1], rtol=1e-6, atol=1e-5)
-
-
 def gradients(
     x: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor, form: HeadFormat, temp: float
 ) -> tuple[Tensor, ...]:
     x, master = x.clone().requires_grad_(), weight.clone().requires_grad_()
     logp, _ = token_logprobs(x, replace(load_head(weight), master=master), form, targets, temp)
     return torch.autograd.grad(logp, (x, master), upstream)
-
-
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_gradients_are_those_of_the_plain_formula(temperature: float) -> None:
-    x, weight, targets = random_case(40, 100, 64, seed=7)
-    upstream = torch.randn(40, generator=torch.Generator().manual_seed(8))
-    ours = gradients(x, weight, targets, upstream, Fp32Head(), temperature)
-    leaves = x.double().requires_grad_(), weight.double().requires_grad_()
-    expected = torch.autograd.grad(plain(*leaves, targets, temperature)[0], leaves, upstream.double())
-    for grad, theirs in zip(ours, expected, strict=True):
-        assert grad.dtype == torch.float32
-        assert (grad - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 def test_a_bf16_head_passes_the_gradient_of_its_rounded_logits() -> None:
@@ -144,8 +114,8 @@ def test_a_bf16_head_passes_the_gradient_of_its_rounded_logits() -> None:
         assert (grad - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 50])
-@pytest.mark.parametrize("elements", [1, 150, 1000])
+@pytest.mark.parametrize("tokens", [1, 50])
+@pytest.mark.parametrize("elements", [1, 150])
 def test_chunking_changes_nothing(monkeypatch: pytest.MonkeyPatch, tokens: int, elements: int) -> None:
     x, weight, targets = random_case(tokens, 50, 64, seed=12)
     upstream = torch.randn(tokens, generator=torch.Generator().manual_seed(13))
@@ -159,9 +129,9 @@ def test_chunking_changes_nothing(monkeypatch: pytest.MonkeyPatch, tokens: int, 
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("parts", [(0.0, 1.0), (1.0, 1.0)])
+@pytest.mark.parametrize("parts", [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
 @pytest.mark.parametrize("elements", [1 << 24, 150])
-def test_gradients_of_entropies_are_those_of_the_plain_formula(
+def test_logprobs_entropies_and_gradients_are_those_of_the_plain_formula(
     temperature: float, parts: tuple[float, float], elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs.ExactHead, "chunk_elements", elements)
@@ -171,6 +141,9 @@ def test_gradients_of_entropies_are_those_of_the_plain_formula(
     found = token_logprobs(ours[0], replace(load_head(weight), master=ours[1]), Fp32Head(), targets, temperature)
     theirs = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = plain(*theirs, targets, temperature)
+    for value, exact in zip(found, expected, strict=True):
+        assert value.dtype == torch.float32
+        assert torch.allclose(value.double(), exact, rtol=1e-6, atol=1e-5)
     gradients = []
     for values, leaves in ((found, ours), (expected, theirs)):
         loss = sum((g.to(v.dtype) * v).sum() for g, v, part in zip(upstream, values, parts, strict=True) if part)

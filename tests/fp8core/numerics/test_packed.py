@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.kernels import attention, attention_backward
+from fp8core.kernels import attention
 from fp8core.numerics import packed
 from fp8core.numerics.attention import (
     FP8_CACHE_FORMS,
@@ -189,20 +189,6 @@ def test_gradients_of_fp8_are_those_of_bf16_over_what_codes_stand_for(
     assert torch.equal(found, expected * passed)
 
 
-def test_flash_attention_is_called_as_torch_declares_it() -> None:
-    """On tensors without data: shapes and arguments only."""
-    meta = torch.device("meta")
-    pack = PACK._replace(starts=PACK.starts.to(meta))
-    heads = heads_of(drawn(PACK.sequences, WIDE).to(meta), WIDE)
-    saved = attention._flash_attention(heads, pack)
-    assert [(x.shape, x.dtype) for x in saved] == [
-        (heads[0].shape, torch.bfloat16),
-        ((WIDE.query_heads, PACK.sequences.tokens), torch.float32),
-    ]
-    grads = attention_backward.flash_gradients(saved[0].flatten(1), heads, saved, pack)
-    assert [x.shape for x in grads] == [x.shape for x in heads]
-
-
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
 def test_a_pack_is_whole_pages_and_whole_groups(lengths: list[int]) -> None:
     pack = PackedSequences.of(lengths)
@@ -254,25 +240,3 @@ def test_on_a_cpu_it_is_the_exact_head(monkeypatch: pytest.MonkeyPatch, form, ou
     # Slopes are rounded to BF16 before they are multiplied.
     for mine, exact in zip(ours, theirs, strict=True):
         assert (mine.grad.float() - exact.grad).norm() < 4e-3 * exact.grad.norm()
-
-
-@pytest.mark.parametrize("chunk", [1 << 27, 4 * VOCABULARY])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradients_of_entropies_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch, temperature, chunk) -> None:
-    monkeypatch.setattr(packed.PackedHead, "chunk_elements", chunk)
-    hidden, weight = tensor(TOKENS, HIDDEN), tensor(VOCABULARY, HIDDEN)
-    targets, upstream = torch.arange(TOKENS) % VOCABULARY, tensor(2, TOKENS)
-    ours = hidden.clone().requires_grad_(), weight.float().requires_grad_()
-    theirs = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    options = HeadOptions(torch.float32, temperature)
-    logp = torch.log_softmax(theirs[0] @ theirs[1].t() / temperature, -1)
-    expected = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-    found = packed.token_logprobs(*ours, weight, targets, options)
-    for wanted in ((1,), (0, 1)):
-        mine, exact = (
-            torch.autograd.grad([values[i] for i in wanted], leaves, [upstream[i].to(dtype) for i in wanted], True)
-            for values, leaves, dtype in ((found, ours, torch.float32), (expected, theirs, torch.float64))
-        )
-        # Slopes are rounded to BF16 before they are multiplied.
-        for gradient, reference in zip(mine, exact, strict=True):
-            assert (gradient.double() - reference).norm() < 4e-3 * reference.norm()

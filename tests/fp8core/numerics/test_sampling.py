@@ -1,6 +1,3 @@
-import math
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,16 +28,6 @@ def splitmix64(seed: int, count: int) -> list[int]:
     return outputs
 
 
-def chi_square(counts: Tensor, probabilities: Tensor) -> float:
-    expected = probabilities * counts.sum()
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-def chi_square_limit(degrees: int) -> float:
-    """What one fair experiment in about ten thousand exceeds (Wilson and Hilferty's approximation)."""
-    return degrees * (1 - 2 / (9 * degrees) + 3.72 * math.sqrt(2 / (9 * degrees))) ** 3
-
-
 def logprobs_of(*probabilities: float) -> Tensor:
     return torch.tensor([probabilities], dtype=torch.float64).log()
 
@@ -67,43 +54,7 @@ def test_draws_are_splitmix64_for_any_seed(seed: int, position: int) -> None:
     assert 0 <= draws.item() < 1
 
 
-def test_a_draw_does_not_depend_on_its_batch() -> None:
-    seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=torch.Generator().manual_seed(0))
-    before = seeds.clone()
-    whole = uniform(seeds, 5)
-    for rows in (*torch.arange(64).split(1), torch.arange(20, 27), torch.randperm(64)):
-        assert torch.equal(uniform(seeds[rows], 5), whole[rows])
-    assert torch.equal(seeds, before)
-    assert whole.unique().numel() == 64
-
-
-@pytest.mark.parametrize("along", ["seeds", "positions"])
-def test_draws_are_uniform_and_unrelated(along: str) -> None:
-    count, bins = 2**14, 16
-    seeds = torch.arange(count)
-    draws = uniform(seeds, 3) if along == "seeds" else torch.cat([uniform(seeds[:16], p) for p in range(count // 16)])
-    cells = (draws * bins).long()
-    for numbers, cell_count in ((cells, bins), (cells[:-1] * bins + cells[1:], bins**2)):
-        counts = torch.bincount(numbers, minlength=cell_count).double()
-        assert chi_square(counts, torch.full((cell_count,), 1 / cell_count)) < chi_square_limit(cell_count - 1)
-
-
 # Choices
-
-
-def test_samples_follow_the_distribution() -> None:
-    count = 20_000
-    logprobs = torch.log_softmax(2 * torch.randn(30, generator=torch.Generator().manual_seed(1)).double(), dim=-1)
-    tokens = sample(logprobs.expand(count, 30), uniform(torch.arange(count) * 7919, 11))
-    assert tokens.dtype == torch.int64
-    counts = torch.bincount(tokens, minlength=30).double()
-    assert chi_square(counts, logprobs.exp()) < chi_square_limit(29)
-
-
-def test_sampling_inverts_the_cumulative_distribution() -> None:
-    logprobs = logprobs_of(0.25, 0.5, 0.25)
-    for value, token in ((0.0, 0), (0.2499, 0), (0.2501, 1), (0.7499, 1), (0.7501, 2), (LARGEST, 2)):
-        assert sample(logprobs, draw(value)).item() == token
 
 
 @given(

@@ -7,31 +7,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.rl.advantages import ESTIMATORS as CONFIGURED
 from fp8core.rl.advantages import (
+    ESTIMATORS,
     OVER_TOKENS,
     Scores,
     TurnReward,
-    group_advantages,
     informative,
     kl_penalties,
-    leave_one_out_advantages,
-    mean_advantages,
     overlong_penalty,
-    reinforce_plus_plus_advantages,
-    reinforce_plus_plus_baseline_advantages,
-    rloo_advantages,
     turn_advantages,
 )
 
 EPSILON = 1e-4
 
 
-def slow_group(rewards, own, others):
+def slow_grpo(rewards, own, others):
     return (own - statistics.fmean(rewards)) / (statistics.stdev(rewards) + EPSILON)
 
 
-def slow_mean(rewards, own, others):
+def slow_dr_grpo(rewards, own, others):
     return own - statistics.fmean(rewards)
 
 
@@ -42,6 +36,9 @@ def slow_rloo(rewards, own, others):
 def slow_leave_one_out(rewards, own, others):
     std = statistics.stdev(others) if len(others) > 1 else 0.0
     return (own - statistics.fmean(others)) / (std + EPSILON if std else 1.0)
+
+
+FORMULAS = {"grpo": slow_grpo, "dr_grpo": slow_dr_grpo, "rloo": slow_rloo, "leave_one_out": slow_leave_one_out}
 
 
 def slow(formula, rewards, groups, keep):
@@ -55,39 +52,29 @@ def slow(formula, rewards, groups, keep):
     return result
 
 
-ESTIMATORS = {
-    "grpo": (lambda r, g, keep: group_advantages(r, g, EPSILON, keep=keep), slow_group),
-    "dr grpo": (lambda r, g, keep: mean_advantages(r, g, keep=keep), slow_mean),
-    "rloo": (lambda r, g, keep: rloo_advantages(r, g, keep=keep), slow_rloo),
-    "leave one out": (lambda r, g, keep: leave_one_out_advantages(r, g, EPSILON, keep=keep), slow_leave_one_out),
-}
-BY_NAME = {
-    "grpo": slow_group,
-    "dr_grpo": slow_mean,
-    "rloo": slow_rloo,
-    "leave_one_out": slow_leave_one_out,
-    "reinforce_plus_plus": None,
-    "reinforce_plus_plus_baseline": None,
-}
+def scores_of(rewards, groups=None, keep=None, mask=None, **penalties):
+    n = len(rewards)
+    return Scores(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        groups=torch.tensor(groups or [0] * n),
+        keep=torch.tensor(keep or [True] * n),
+        mask=torch.ones(n, 3, dtype=torch.bool) if mask is None else mask,
+        **penalties,
+    )
+
+
 REWARDS = st.sampled_from([0.0, 1.0, 0.5, -1.0, 0.1, 100.0])
-ROWS = st.lists(st.tuples(REWARDS, st.integers(-2, 3), st.booleans()), min_size=1, max_size=24)
+ROWS = st.lists(st.tuples(REWARDS, st.integers(-2, 3), st.booleans(), st.integers(0, 9)), min_size=1, max_size=16)
 
 
-def tensors(rows):
-    rewards, groups, keep = zip(*rows, strict=True)
-    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(keep)
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", FORMULAS)
 @settings(max_examples=60)
 @given(rows=ROWS)
 def test_each_estimator_equals_an_independent_loop(name, rows):
-    estimator, formula = ESTIMATORS[name]
-    rewards, groups, keep = tensors(rows)
-    for mask in (keep, None):
-        kept = [True] * len(rows) if mask is None else keep.tolist()
-        expected = slow(formula, rewards.tolist(), groups.tolist(), kept)
-        assert estimator(rewards, groups, mask).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    rewards, groups, keep, _ = (list(column) for column in zip(*rows, strict=True))
+    expected = slow(FORMULAS[name], rewards, groups, keep)
+    found = ESTIMATORS[name](scores_of(rewards, groups, keep), EPSILON)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 EPISODES = st.lists(
@@ -102,12 +89,12 @@ EPISODES = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", [name for name, formula in BY_NAME.items() if formula])
+@pytest.mark.parametrize("name", FORMULAS)
 @settings(max_examples=40)
 @given(episodes=EPISODES)
 def test_a_turn_is_compared_with_those_of_its_number(name, episodes):
     """By what follows it; two tokens of observation after each turn get nothing, nor does the first answer count."""
-    groups, keep, first, turns = zip(*episodes, strict=True)
+    groups, keep, first, turns = (list(column) for column in zip(*episodes, strict=True))
     spans, ends = [], []
     for row, of_row in enumerate(turns):
         begin = 0
@@ -122,16 +109,14 @@ def test_a_turn_is_compared_with_those_of_its_number(name, episodes):
         mask[span.row, span.begin : span.end] = True
         mates = [i for i, of_row in enumerate(turns) if groups[i] == groups[span.row] and len(of_row) >= span.turn]
         following = [math.fsum(reward for reward, _ in turns[i][span.turn - 1 :]) for i in mates]
-        advantages = slow(BY_NAME[name], following, [0] * len(mates), [keep[i] for i in mates])
+        advantages = slow(FORMULAS[name], following, [0] * len(mates), [keep[i] for i in mates])
         expected[span.row, span.begin : span.end] = advantages[mates.index(span.row)]
     whole = [math.fsum([first[row], *(reward for reward, _ in of_row)]) for row, of_row in enumerate(turns)]
-    rewards = torch.tensor(whole, dtype=torch.float64)
-    scores = Scores(rewards=rewards, groups=torch.tensor(groups), keep=torch.tensor(keep), mask=mask)
-    found = turn_advantages(scores, spans, CONFIGURED[name], EPSILON)
+    found = turn_advantages(scores_of(whole, groups, keep, mask), spans, ESTIMATORS[name], EPSILON)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
 
 
-def whitened(values, unbiased, epsilon=0.0):
+def whitened(values, unbiased=1, epsilon=0.0):
     """(value - mean) / std of tokens [(value, counts)] over those that count: with the sample variance as verl and
     SkyRL (`masked_whiten`), with the population's as NeMo RL and OpenRLHF."""
     counted = [v for v, counts in values if counts]
@@ -155,22 +140,17 @@ def mask_of(lengths):
     return torch.arange(max(*lengths, 1)) < torch.tensor(lengths)[:, None]
 
 
-LENGTHS = st.lists(st.tuples(REWARDS, st.integers(-2, 3), st.booleans(), st.integers(0, 9)), min_size=2, max_size=16)
-
-
 @settings(max_examples=80)
-@given(rows=LENGTHS)
+@given(rows=ROWS.filter(lambda rows: len(rows) > 1))
 def test_reinforce_plus_plus_is_normalised_over_tokens(rows):
     """verl/trainer/ppo/core_algos.py, `compute_reinforce_plus_plus[_baseline]_outcome_advantage`."""
-    rewards, groups, keep = tensors([row[:3] for row in rows])
-    r, g, k, n = (list(values) for values in zip(*rows, strict=True))
-    plain = first_of_rows(whitened(token_rows(r, n), unbiased=1, epsilon=EPSILON), n)
-    assert reinforce_plus_plus_advantages(rewards, mask_of(n), EPSILON).tolist() == pytest.approx(plain, abs=1e-6)
-    kept = [length if keeps else 0 for length, keeps in zip(n, k, strict=True)]
-    centred = slow(slow_mean, r, g, k)
-    with_baseline = first_of_rows(whitened(token_rows(centred, kept), unbiased=1, epsilon=EPSILON), kept)
-    found = reinforce_plus_plus_baseline_advantages(rewards, groups, mask_of(n), EPSILON, keep=keep)
-    assert found.tolist() == pytest.approx(with_baseline, abs=1e-6)
+    rewards, groups, keep, lengths = (list(column) for column in zip(*rows, strict=True))
+    kept = [length if keeps else 0 for length, keeps in zip(lengths, keep, strict=True)]
+    scores = scores_of(rewards, groups, keep, mask_of(lengths))
+    bases = {"reinforce_plus_plus": rewards, "reinforce_plus_plus_baseline": slow(slow_dr_grpo, rewards, groups, keep)}
+    for name, values in bases.items():
+        expected = first_of_rows(whitened(token_rows(values, kept), epsilon=EPSILON), kept)
+        assert ESTIMATORS[name](scores, EPSILON).tolist() == pytest.approx(expected, abs=1e-6), name
 
 
 def test_long_right_answers_and_short_wrong_ones():
@@ -182,16 +162,15 @@ def test_long_right_answers_and_short_wrong_ones():
     rewards, lengths = [1.0] * 4 + [0.0] * 4, [160] * 4 + [20] * 4
     verl, nemo = (first_of_rows(whitened(token_rows(rewards, lengths), u), lengths) for u in (1, 0))
     assert verl[::4] == pytest.approx([0.3533, -2.8264], abs=5e-4)
-    found = reinforce_plus_plus_advantages(torch.tensor(rewards), mask_of(lengths), 1e-8)
-    assert found.tolist() == pytest.approx(verl, rel=1e-6)
-    assert found.tolist() == pytest.approx(nemo, rel=1e-3)
-    groups = torch.tensor([0, 1] * 4)
-    baseline = reinforce_plus_plus_baseline_advantages(torch.tensor(rewards), groups, mask_of(lengths), 1e-8)
-    assert baseline.tolist() == pytest.approx(verl, rel=1e-6)
+    scores = scores_of(rewards, [0, 1] * 4, mask=mask_of(lengths))
+    found = ESTIMATORS["reinforce_plus_plus"](scores, 1e-8).tolist()
+    assert found == pytest.approx(verl, rel=1e-6)
+    assert found == pytest.approx(nemo, rel=1e-3)
+    assert ESTIMATORS["reinforce_plus_plus_baseline"](scores, 1e-8).tolist() == pytest.approx(verl, rel=1e-6)
 
 
 @pytest.mark.parametrize("estimate", ["k1", "abs", "k2", "k3"])
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_divergence_in_the_reward(name, estimate):
     """verl/trainer/ppo/ray_trainer.py, `apply_kl_penalty`, and `kl_penalty_forward` and estimators of core_algos.py.
 
@@ -200,7 +179,7 @@ def test_divergence_in_the_reward(name, estimate):
     """
     r = random.Random(1)
     beta, lengths, groups = 0.3, [5, 2, 7, 3, 4, 6], [0, 0, 0, 1, 1, 1]
-    scores = [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    rewards = [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
     old = [[r.gauss(-1, 1) for _ in range(n)] for n in lengths]
     reference = [[p + r.gauss(0, 0.5) for p in row] for row in old]
     old[2][3] = reference[2][3] - 5.0
@@ -211,134 +190,79 @@ def test_divergence_in_the_reward(name, estimate):
         return {"k1": p - q, "abs": abs(p - q), "k2": 0.5 * (p - q) ** 2, "k3": k3}[estimate]
 
     token_rewards = []
-    for score, row, ref in zip(scores, old, reference, strict=True):
+    for reward, row, ref in zip(rewards, old, reference, strict=True):
         penalties = [beta * kl(p, q) for p, q in zip(row, ref, strict=True)]
-        token_rewards.append([score * (i == len(row) - 1) - x for i, x in enumerate(penalties)])
-    totals = [math.fsum(row) for row in token_rewards]
-    keep = [True] * len(scores)
+        token_rewards.append([reward * (i == len(row) - 1) - x for i, x in enumerate(penalties)])
+    totals, keep = [math.fsum(row) for row in token_rewards], [True] * 6
     if name == "reinforce_plus_plus":
         returns = [[math.fsum(row[t:]) for t in range(len(row))] for row in token_rewards]
-        expected = whitened([(x, True) for row in returns for x in row], unbiased=1)
+        expected = whitened([(x, True) for row in returns for x in row])
     elif name == "reinforce_plus_plus_baseline":
-        centred = slow(slow_mean, totals, groups, keep)
-        expected = first_of_rows(whitened(token_rows(centred, lengths), unbiased=1), lengths)
+        centred = slow(slow_dr_grpo, totals, groups, keep)
+        expected = first_of_rows(whitened(token_rows(centred, lengths)), lengths)
     else:
-        expected = slow(BY_NAME[name], totals, groups, keep)
+        expected = slow(FORMULAS[name], totals, groups, keep)
 
     def padded(rows):
         return torch.tensor([[*row, *[math.nan] * (7 - len(row))] for row in rows], dtype=torch.float64)
 
     mask = mask_of(lengths)
     penalties = kl_penalties(padded(old), padded(reference), mask, beta, estimate)
-    inputs = Scores(
-        rewards=torch.tensor(scores, dtype=torch.float64),
-        groups=torch.tensor(groups),
-        keep=torch.tensor(keep),
-        mask=mask,
-        penalties=penalties,
-    )
-    found = CONFIGURED[name](inputs, 1e-9 if "plus_plus" in name else EPSILON)
-    assert found.shape == (mask.shape if name == "reinforce_plus_plus" else (6,))
+    scores = scores_of(rewards, groups, mask=mask, penalties=penalties)
+    found = ESTIMATORS[name](scores, 1e-9 if name in OVER_TOKENS else EPSILON)
     values = found[mask] if found.ndim == 2 else found
     assert values.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-8)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", FORMULAS)
 @settings(max_examples=30)
 @given(reward=st.floats(-1e3, 1e3), count=st.integers(1, 9))
 def test_equal_rewards_and_lone_rows_give_exactly_zero(name, reward, count):
-    estimator, _ = ESTIMATORS[name]
-    rewards = torch.tensor([reward] * count + [5.0], dtype=torch.float64)
-    groups = torch.tensor([4] * count + [8])
-    assert estimator(rewards, groups, None).count_nonzero() == 0
+    scores = scores_of([reward] * count + [5.0], [4] * count + [8])
+    assert ESTIMATORS[name](scores, EPSILON).count_nonzero() == 0
 
 
 def test_golden_group():
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int32), 0.0)
-    assert advantages.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5])
+    assert ESTIMATORS["grpo"](scores_of([1.0, 0.0, 0.0, 0.0]), 0.0).tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5])
 
 
-def test_baseline_leak_of_a_rejected_sibling():
-    """Rewards 100 (rejected) and 1: over all rows the kept one gets -49.5; over kept rows it has no baseline."""
-    rewards, groups, keep = torch.tensor([100.0, 1.0]), torch.tensor([0, 0]), torch.tensor([False, True])
-    assert mean_advantages(rewards, groups).tolist() == [49.5, -49.5]
-    assert mean_advantages(rewards, groups, keep=keep).tolist() == [0.0, 0.0]
-    three = mean_advantages(torch.tensor([100.0, 1.0, 0.0]), torch.zeros(3), keep=torch.tensor([False, True, True]))
-    assert three.tolist() == [0.0, 0.5, -0.5]
-
-
-def test_a_rejected_nan_reward_does_not_leak():
-    rewards, groups = torch.tensor([math.nan, 1.0, 0.0]), torch.zeros(3)
-    keep = torch.tensor([False, True, True])
-    for estimator, _ in ESTIMATORS.values():
-        result = estimator(rewards, groups, keep)
-        assert result[0] == 0
-        assert result.isfinite().all()
-
-
-def test_a_rejected_row_is_not_normalised_with_the_others():
-    scores = Scores(
-        rewards=torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64),
-        groups=torch.zeros(3, dtype=torch.int64),
-        keep=torch.tensor([True, True, False]),
-        mask=torch.ones(3, 2, dtype=torch.bool),
-    )
-    for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        found = CONFIGURED[name](scores, 0.0)
-        assert found.tolist() == pytest.approx([found[0].item(), -found[0].item(), 0.0]), name
-        assert found[0] < 0
+@pytest.mark.parametrize("rejected", [100.0, math.nan])
+def test_a_rejected_row_moves_no_other(rejected):
+    """Of rewards 100 and 1, one rejected, the kept one has no baseline (verl would give it -49.5)."""
+    assert ESTIMATORS["dr_grpo"](scores_of([100.0, 1.0]), EPSILON).tolist() == [49.5, -49.5]
+    for name, estimator in ESTIMATORS.items():
+        found = estimator(scores_of([rejected, 1.0, 0.0], keep=[False, True, True]), EPSILON)
+        alone = estimator(scores_of([1.0, 0.0]), EPSILON)
+        assert found.tolist() == pytest.approx([0.0, *alone.tolist()]), name
 
 
 def test_only_what_is_normalised_over_tokens_depends_on_which_tokens_count():
-    """A step corrects its rows for the others once, in the trainer."""
-    rewards, groups = torch.tensor([0.0, 1.0, 0.5, 3.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     masks = torch.ones(4, 3, dtype=torch.bool), torch.tensor([[True], [False], [True], [False]]).expand(4, 3)
-    for name, estimator in CONFIGURED.items():
-        given = [Scores(rewards=rewards, groups=groups, keep=masks[0][:, 0], mask=mask) for mask in masks]
-        found = [estimator(scores, EPSILON) for scores in given]
+    for name, estimator in ESTIMATORS.items():
+        found = [estimator(scores_of([0.0, 1.0, 0.5, 3.0], [0, 0, 1, 1], mask=mask), EPSILON) for mask in masks]
         assert found[0].equal(found[1]) == (name not in OVER_TOKENS), name
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_of_one_turn_each_advantages_are_those_of_the_rows(name):
     """Also where tokens within a turn do not count."""
     mask = torch.tensor([[True, True, False], [True, False, False], [True, False, True], [False, True, True]])
-    rewards = torch.tensor([0.0, 1.0, 0.5, 3.0], dtype=torch.float64)
-    scores = Scores(
-        rewards=rewards, groups=torch.zeros(4, dtype=torch.int64), keep=torch.ones(4, dtype=torch.bool), mask=mask
-    )
-    turns = [TurnReward(row, 1, 0, 3, reward) for row, reward in enumerate(rewards.tolist())]
-    found = turn_advantages(scores, turns, CONFIGURED[name], EPSILON)
-    expected = CONFIGURED[name](scores, EPSILON)
+    rewards = [0.0, 1.0, 0.5, 3.0]
+    scores = scores_of(rewards, mask=mask)
+    turns = [TurnReward(row, 1, 0, 3, reward) for row, reward in enumerate(rewards)]
+    found = turn_advantages(scores, turns, ESTIMATORS[name], EPSILON)
+    expected = ESTIMATORS[name](scores, EPSILON)
     assert expected.any()
     assert found.tolist() == expected[:, None].expand(4, 3).tolist()
-
-
-@pytest.mark.parametrize("turns", [[], [TurnReward(0, 0, 0, 0, 0.5)]])
-@pytest.mark.parametrize("name", CONFIGURED)
-def test_where_no_episode_has_a_turn_of_the_policy_advantages_are_zero(name, turns):
-    scores = Scores(
-        rewards=torch.tensor([0.0, 1.0], dtype=torch.float64),
-        groups=torch.tensor([0, 0]),
-        keep=torch.ones(2, dtype=torch.bool),
-        mask=torch.zeros(2, 3, dtype=torch.bool),
-    )
-    found = turn_advantages(scores, turns, CONFIGURED[name], EPSILON)
-    assert found.dtype == torch.float64
-    assert found.tolist() == torch.zeros(2, 3).tolist()
-
-
-def slow_penalty(length, max_length, buffer, penalty):
-    start = max_length - buffer
-    if length <= start:
-        return 0.0
-    return -penalty if length > max_length else penalty * (start - length) / buffer
+    for none in ([], [TurnReward(0, 0, 0, 0, 0.5)]):
+        assert not turn_advantages(scores, none, ESTIMATORS[name], EPSILON).any()
 
 
 @given(st.lists(st.integers(0, 300), min_size=1), st.integers(1, 100), st.floats(0, 5))
 def test_overlong_penalty_equals_the_piecewise_formula(lengths, buffer, penalty):
-    result = overlong_penalty(torch.tensor(lengths), 200, buffer, penalty)
-    assert result.tolist() == pytest.approx([slow_penalty(n, 200, buffer, penalty) for n in lengths])
+    start = 200 - buffer
+    expected = [0.0 if n <= start else -penalty if n > 200 else penalty * (start - n) / buffer for n in lengths]
+    assert overlong_penalty(torch.tensor(lengths), 200, buffer, penalty).tolist() == pytest.approx(expected)
 
 
 @settings(max_examples=60)

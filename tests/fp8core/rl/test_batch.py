@@ -60,36 +60,22 @@ def test_experts_are_padded_with_what_the_router_is_to_choose():
     assert TokenBatch.of([[5]], [[8]]).part(slice(0, 1)).experts is None
 
 
-@given(st.lists(st.lists(st.floats(-100, 0, width=32), max_size=5), min_size=1, max_size=6))
-def test_padding_of_values(rows):
-    padded, mask = pad(rows, torch.float32, -1.0), length_mask(rows)
-    longest = max(map(len, rows))
-    assert padded.dtype == torch.float32
-    assert padded.tolist() == [row + [-1.0] * (longest - len(row)) for row in rows]
-    assert mask.tolist() == [[True] * len(row) + [False] * (longest - len(row)) for row in rows]
-
-
-@pytest.mark.parametrize("reference", [False, True])
-def test_rows_of_a_rollout_batch(reference):
+def test_rows_of_a_rollout_batch():
     sequences = TokenBatch.of([[1], [2, 3], [4], [5]], [[6, 7], [8], [9, 9, 9], [5]])
-    values = {name: torch.randn(4, 3) for name in ("rollout_logprobs", "old_logprobs")}
     batch = RolloutBatch(
         sequences=sequences,
         mask=length_mask([[6, 7], [8], [9, 9, 9], [5]]),
-        **values,
-        reference_logprobs=torch.randn(4, 3) if reference else None,
+        rollout_logprobs=torch.randn(4, 3),
+        old_logprobs=torch.randn(4, 3),
+        reference_logprobs=None,
         advantages=torch.arange(4.0),
         keep=torch.tensor([True, False, True, False]),
     )
     part = batch.rows(slice(1, 3))
     assert torch.equal(part.sequences.tokens, sequences.tokens[1:3])
-    assert torch.equal(part.sequences.valid, sequences.valid[1:3])
-    assert torch.equal(part.sequences.completion, sequences.completion[1:3])
+    assert part.reference_logprobs is None
     for name in ("mask", "rollout_logprobs", "old_logprobs", "advantages", "keep"):
         assert torch.equal(getattr(part, name), getattr(batch, name)[1:3]), name
-    assert (part.reference_logprobs is None) == (not reference)
-    if batch.reference_logprobs is not None:
-        assert torch.equal(part.reference_logprobs, batch.reference_logprobs[1:3])
 
 
 ELEMENTS = {
@@ -128,12 +114,6 @@ def test_stale_tokens_are_not_of_this_policy():
     assert stale.rows(slice(1, 2)).of_this_policy.tolist() == [[True, False, True]]
 
 
-@pytest.mark.parametrize("rows", [[[1], None], [[1, None]]])
-def test_what_is_missing_is_not_padded_over(rows):
-    with pytest.raises(AssertionError, match="is missing"):
-        padded(pa.chunked_array([pa.array(rows, pa.list_(pa.int32()))]), torch.int64, 0)
-
-
 @given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), layers=st.integers(1, 3), k=st.integers(1, 3))
 def test_experts_come_back_as_they_were_stored(lengths, layers, k):
     """Through one piece of memory too, where a row begins in the middle."""
@@ -144,10 +124,3 @@ def test_experts_come_back_as_they_were_stored(lengths, layers, k):
         found = routes(read)
         assert len(found) == len(rows)
         assert all(torch.equal(a, b) and a.dtype == torch.int16 for a, b in zip(found, rows, strict=True))
-
-
-@pytest.mark.parametrize("rows", [[None], [[None]], [[[None]]], [[[[1, None]]]]])
-def test_experts_that_are_missing_are_no_experts(rows):
-    column = pa.chunked_array([pa.array(rows, pa.list_(pa.list_(pa.list_(pa.int16()))))])
-    with pytest.raises(AssertionError, match="the experts of a position are missing"):
-        routes(column)

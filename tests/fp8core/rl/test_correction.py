@@ -1,5 +1,5 @@
-import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from fp8core.rl.correction import (
     correct,
     log_ratio,
 )
-from fp8core.rl.losses import Denominator
+from fp8core.rl.presets import preset
 
 GOLDEN_D = [0.1, -1.5, 0.8, -10.0, 0.3]
 GOLDEN_R = [1.1052, 0.2231, 2.2255, 4.54e-5, 1.3499]
@@ -30,11 +30,21 @@ def tensors(rows):
     return d, torch.tensor([[m for _, m in row] for row in rows])
 
 
-def weigh(weighting, values, mask=None):
-    d = torch.tensor([values], dtype=torch.float64)
-    mask = torch.ones_like(d, dtype=torch.bool) if mask is None else torch.tensor([mask])
+def everywhere(rows):
+    d = torch.tensor(rows, dtype=torch.float64)
+    return d, torch.ones_like(d, dtype=torch.bool)
+
+
+def weigh(level, action, **bounds):
+    d, mask = everywhere([GOLDEN_D])
+    weighting = Weighting(level=level, action=action, **bounds)
     weights, kept = weighting.apply(weighting.raw(d, mask), mask)
     return weights[0].tolist(), kept[0].tolist()
+
+
+def correct_d(rule, d, mask):
+    """`correct` for log-ratios d."""
+    return correct(rule, d, torch.zeros_like(d), mask)
 
 
 def slow_raw(level, row):
@@ -79,44 +89,19 @@ def test_every_level_and_action_equals_an_independent_loop(level, action, rows):
         assert kept[i].tolist() == [m for _, m in expected]
 
 
-def test_golden_vector_token_level():
-    raw, _ = weigh(Weighting(level="token", action="keep"), GOLDEN_D)
+def test_golden_vectors():
+    raw, _ = weigh("token", "keep")
     assert raw == pytest.approx(GOLDEN_R, rel=2e-4)
-    truncated, kept = weigh(Weighting(level="token", action="truncate", high=2.0), GOLDEN_D)
+    truncated, kept = weigh("token", "truncate", high=2.0)
     assert truncated == pytest.approx([1.1052, 0.2231, 2.0, 4.54e-5, 1.3499], rel=2e-4)
     assert all(kept)
-    banded, kept = weigh(Weighting(level="token", action="band", low=0.5, high=2.0), GOLDEN_D)
+    banded, kept = weigh("token", "band", low=0.5, high=2.0)
     assert [i for i, w in enumerate(banded) if w] == [0, 4]
     assert all(kept), "IcePop leaves the zeroed tokens in the denominator"
-    masked, kept = weigh(Weighting(level="token", action="mask", low=0.5, high=2.0), GOLDEN_D)
+    masked, kept = weigh("token", "mask", low=0.5, high=2.0)
     assert (masked, [i for i, k in enumerate(kept) if k]) == (raw, [0, 4])
-
-
-def test_golden_vector_row_levels():
-    sequence, _ = weigh(Weighting(level="sequence", action="keep"), GOLDEN_D)
-    geometric, _ = weigh(Weighting(level="geometric", action="keep"), GOLDEN_D)
-    assert sequence == pytest.approx([3.36e-5] * 5, rel=2e-3)
-    assert geometric == pytest.approx([0.1275] * 5, rel=1e-3)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("action", ACTIONS)
-def test_agreement_weighs_exactly_one(level, action):
-    weighting = Weighting(level=level, action=action, low=0.5, high=2.0)
-    assert weigh(weighting, [0.0, 0.0, 0.0], [True, False, True]) == ([1.0, 0.0, 1.0], [True, False, True])
-
-
-@pytest.mark.parametrize(
-    ("action", "weights", "kept"), [("mask", None, [0, 1, 1, 1, 0]), ("band", [0, 1, 1, 1, 0], None)]
-)
-def test_bounds_lie_within_the_band(action, weights, kept):
-    """A weight of 1 is agreement, also where 1 is a bound."""
-    w, mask = torch.tensor([[0.4999, 0.5, 1.0, 2.0, 2.0001]]), torch.ones(1, 5, dtype=torch.bool)
-    found, left = ACTIONS[action](w, mask, 0.5, 2.0)
-    assert torch.equal(found, w if weights is None else w * torch.tensor(weights))
-    assert torch.equal(left, mask if kept is None else torch.tensor([kept], dtype=torch.bool))
-    found, left = ACTIONS[action](w, mask, 1.0, 1.0)
-    assert (found[0, 2], left[0, 2]) == (1.0, True)
+    assert weigh("sequence", "keep")[0] == pytest.approx([3.36e-5] * 5, rel=2e-3)
+    assert weigh("geometric", "keep")[0] == pytest.approx([0.1275] * 5, rel=1e-3)
 
 
 def test_log_ratio_hides_masked_junk_and_carries_no_gradient():
@@ -127,28 +112,12 @@ def test_log_ratio_hides_masked_junk_and_carries_no_gradient():
     assert not d.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"level": "word", "action": "keep"}, "correction.weighting.level: no level 'word'; known here: none, token"),
-        ({"level": "token", "action": "drop"}, "correction.weighting.action: no action 'drop'; known here: keep"),
-        ({"level": "token", "action": "clip", "low": 3.0, "high": 2.0}, "low=3.0, high=2.0"),
-        ({"level": "token", "action": "truncate", "high": math.nan}, "high=nan"),
-    ],
-)
-def test_bad_weightings_are_refused(fields, message):
-    with pytest.raises(UserError, match=message):
-        Weighting(**fields)
-
-
 def build(name, low=0.5, high=2.0):
     return Filter(name=name, low=low, high=high) if name.endswith("_k1") else Filter(name=name, high=high)
 
 
-def passing(test, values, mask=None):
-    d = torch.tensor([values], dtype=torch.float64)
-    mask = torch.ones_like(d, dtype=torch.bool) if mask is None else torch.tensor([mask])
-    return test.passes(d, mask)[0].tolist()
+def passing(test, *values):
+    return test.passes(*everywhere([values]))[0].tolist()
 
 
 def slow_passes(name, row, low, high):
@@ -176,71 +145,45 @@ def slow_passes(name, row, low, high):
 @settings(max_examples=40)
 @given(rows=ROWS)
 def test_every_filter_equals_an_independent_loop(name, rows):
-    d = torch.tensor([[x for x, _ in row] for row in rows], dtype=torch.float64)
-    mask = torch.tensor([[m for _, m in row] for row in rows])
-    kept = build(name).passes(d, mask).tolist()
+    kept = build(name).passes(*tensors(rows)).tolist()
     assert kept == [slow_passes(name, row, 0.5, 2.0) for row in rows]
-
-
-@pytest.mark.parametrize("name", FILTERS)
-def test_agreement_passes_and_empty_rows_stay_empty(name):
-    test = build(name, low=0.999, high=1.001)
-    assert passing(test, [0.0, 0.0], [True, False]) == [True, False]
-    assert passing(test, [math.inf, -5.0], [False, False]) == [False, False]
 
 
 def test_the_band_is_on_rho_and_not_on_its_inverse():
     """Band 0.6_1.4: rho = 1.5 is out and rho = 0.7 is in; on 1/rho, as verl's code has it, the reverse."""
     for name in ("token_k1", "seq_sum_k1", "seq_mean_k1"):
         band = Filter(name=name, low=0.6, high=1.4)
-        assert passing(band, [math.log(1.5)]) == [False]
-        assert passing(band, [math.log(0.7)]) == [True]
+        assert passing(band, math.log(1.5)) == [False]
+        assert passing(band, math.log(0.7)) == [True]
     inverse = -math.log(1.5)
     assert math.log(0.6) <= inverse <= math.log(1.4), "the vector tells the two readings apart"
 
 
 def test_veto_looks_at_every_unmasked_token_unclamped():
     veto = Veto(low=1e-4)
-    d = torch.tensor([GOLDEN_D, [-9.2, 0.0, 5.0, 50.0, 0.0]], dtype=torch.float64)
-    mask = torch.ones_like(d, dtype=torch.bool)
+    d, mask = everywhere([GOLDEN_D, [-9.2, 0.0, 5.0, 50.0, 0.0]])
     assert veto.catastrophic(d, mask).any(dim=1).tolist() == [True, False]
+    assert Veto(low=1e-12).catastrophic(torch.tensor([[-30.0]]), torch.tensor([[True]])).item()
     mask[0, 3] = False
     assert not veto.catastrophic(d, mask).any()
-    assert Veto(low=1e-12).catastrophic(torch.tensor([[-30.0]]), torch.tensor([[True]])).item()
     assert Veto(low=1e-4, high=100.0).catastrophic(d, mask).any(dim=1).tolist() == [False, True]
 
 
-@settings(max_examples=60)
-@given(st.lists(st.floats(-19, 19), min_size=1, max_size=6))
-def test_two_sided_veto_is_seq_max_k2(values):
-    tau = 1e-4
-    bound = math.log(tau) ** 2 / 2
-    assert bound == pytest.approx(42.4, abs=0.02)
-    if any(abs(abs(x) - math.log(1 / tau)) < 1e-9 for x in values):
-        return
-    d = torch.tensor([values], dtype=torch.float64)
-    mask = torch.ones_like(d, dtype=torch.bool)
-    vetoed = bool(Veto(low=tau, high=1 / tau).catastrophic(d, mask).any())
-    assert vetoed == (not all(passing(Filter(name="seq_max_k2", high=bound), values)))
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("make", "message"),
     [
-        (
-            {"name": "seq_max_k1", "low": 0.5, "high": 2},
-            "correction.filters: no filter 'seq_max_k1'; did you mean seq_max_k",
-        ),
-        ({"name": "token_k1", "low": 2.0, "high": 0.5}, "low=2.0, high=0.5"),
-        ({"name": "token_k1", "high": 2.0}, "needs a band"),
-        ({"name": "token_k2", "high": -1.0}, "high=-1.0"),
-        ({"name": "token_k2", "low": 0.5, "high": 2.0}, "takes one upper bound"),
-        ({"name": "token_k3", "high": math.nan}, "high=nan"),
+        (lambda: Weighting(level="token", action="clip", low=3.0, high=2.0), "low=3.0 is above high=2.0"),
+        (lambda: Filter(name="seq_max_k1", low=0.5, high=2), "no filter 'seq_max_k1'; did you mean seq_max_k"),
+        (lambda: Filter(name="token_k1", low=2.0, high=0.5), "low=2.0, high=0.5"),
+        (lambda: Filter(name="token_k1", high=2.0), "set low above 0"),
+        (lambda: Filter(name="token_k2", low=0.5, high=2.0), "an upper bound alone"),
+        (lambda: Filter(name="token_k2", high=2.0, clamp="row"), "clamp=row is for k1"),
+        (lambda: preset("verl/geo_sr"), "no preset 'verl/geo_sr'; did you mean verl/geo_rs?"),
     ],
 )
-def test_bad_filters_are_refused(arguments, message):
-    with pytest.raises(UserError, match=message):
-        Filter(**arguments)
+def test_mistakes_are_refused(make, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        make()
 
 
 TIS = Weighting(level="token", action="truncate", high=2.0)
@@ -274,14 +217,7 @@ def test_agreement_corrects_nothing(name):
     result = correct(RULES[name], rollout, rollout, mask)
     assert result.weights.tolist() == mask.double().tolist()
     assert result.mask.equal(mask)
-    assert result.metrics == {
-        "masked_fraction": 0.0,
-        "seq_masked_fraction": 0.0,
-        "oob_ratio": 0.0,
-        "batch_norm_factor": 1.0,
-        "veto_fraction": 0.0,
-        "catastrophic_token_fraction": 0.0,
-    }
+    assert {name: value for name, value in result.metrics.items() if value} == {"batch_norm_factor": 1.0}
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -330,24 +266,14 @@ def test_normalised_sequence_weights_average_one_over_kept_rows():
     assert result.weights.amax(dim=1)[kept].mean().item() == pytest.approx(1.0)
 
 
-def test_tests_are_joined_by_and():
-    training, rollout, mask = batch(4)
-    narrow, flat = Filter(name="seq_mean_k1", low=0.9, high=1.1), Filter(name="token_k3", high=0.05)
-    apart = [correct(CorrectionRule(filters=(test,)), training, rollout, mask).mask for test in (narrow, flat)]
-    both = correct(CorrectionRule(filters=(narrow, flat)), training, rollout, mask)
-    assert both.mask.equal(apart[0] & apart[1])
-    assert both.weights.equal(both.mask.double())
-
-
 def test_metrics_count_what_happened():
     d = torch.tensor(
         [[0.0, math.log(3.0), 0.0, 0.0], [-10.0, 0.0, 0.0, 9.0], [0.0, 0.0, 9.0, 9.0]], dtype=torch.float64
     )
     mask = torch.tensor([[True] * 4, [True, True, True, False], [True, True, False, False]])
     rule = CorrectionRule(weighting=Weighting(level="token", action="mask", low=0.5, high=2.0), veto=Veto(low=1e-4))
-    result = correct(rule, d, torch.zeros_like(d), mask)
+    result = correct_d(rule, d, mask)
     assert result.mask.sum(dim=1).tolist() == [3, 0, 2]
-    assert result.denominator == Denominator(tokens=5, sequences=2)
     assert result.metrics == pytest.approx(
         {
             "masked_fraction": 4 / 9,
@@ -371,7 +297,7 @@ def test_the_denominator_counts_what_was_kept_or_everything():
     assert kept.mask.equal(everything.mask)
     assert kept.counted.equal(kept.mask)
     assert everything.counted.equal(mask)
-    assert 0 < kept.denominator.tokens < everything.denominator.tokens == int(mask.sum())
+    assert 0 < int(kept.counted.sum()) < int(mask.sum())
 
 
 def test_a_rule_in_turn_looks_at_what_is_left():
@@ -382,49 +308,22 @@ def test_a_rule_in_turn_looks_at_what_is_left():
         rule = CorrectionRule(
             weighting=Weighting(level="sequence", action="truncate", high=5.0), filters=filters, order=order
         )
-        result = correct(rule, d, torch.zeros_like(d), mask)
+        result = correct_d(rule, d, mask)
         assert result.mask.tolist() == [expected]
         if order == "in_turn":
             assert result.weights.tolist() == [pytest.approx([math.exp(0.01), 0.0, math.exp(0.01)])]
 
 
-def test_weights_can_average_one_before_rejection():
-    training, rollout, mask = batch(8)
-    veto = Veto(low=0.8)
-    for over, order in itertools.product(("kept", "all"), ("joint", "in_turn")):
-        rule = CorrectionRule(weighting=TIS, veto=veto, normalise="token", normalise_over=over, order=order)
-        result = correct(rule, training, rollout, mask)
-        truncated = torch.where(mask, (training - rollout).exp().clamp(max=2.0), 0.0)
-        chosen = result.mask if over == "kept" else mask
-        assert result.metrics["batch_norm_factor"] == pytest.approx(truncated[chosen].mean().item(), rel=1e-12)
-    assert 0 < int(result.mask.sum()) < int(mask.sum())
-
-
-def test_a_rejected_row_weighs_in_the_mean_what_it_would_weigh_if_it_were_kept():
-    d, mask = torch.tensor([[0.0, 3.0], [0.1, 0.1]], dtype=torch.float64), torch.ones(2, 2, dtype=torch.bool)
-    rule = CorrectionRule(
-        weighting=Weighting(level="sequence", action="truncate", high=100.0),
-        filters=(Filter(name="seq_mean_k1", low=0.9, high=1.3),),
-        normalise="token",
-        normalise_over="all",
-        order="in_turn",
-    )
-    result = correct(rule, d, torch.zeros_like(d), mask)
-    assert result.keep.tolist() == [False, True]
-    assert result.metrics["batch_norm_factor"] == pytest.approx((math.exp(3.0) + math.exp(0.2)) / 2)
-
-
 @pytest.mark.parametrize(
-    ("weighting", "cap"),
+    ("level", "action", "high", "cap"),
     [
-        (Weighting(level="token", action="truncate", high=10.0), 10.0),
-        (Weighting(level="token", action="clip", low=0.5, high=1.5), 1.5),
+        ("token", "truncate", 10.0, 10.0),
+        ("token", "clip", 1.5, 1.5),
         # Of a row, or no bound of weights at all.
-        (Weighting(level="sequence", action="truncate", high=10.0), 2.0),
-        (Weighting(level="token", action="band", low=0.5, high=5.0), 2.0),
-        (Weighting(level="token", action="truncate", high=0.5), 2.0),
-        (Weighting(level="none", action="keep"), 2.0),
+        ("sequence", "truncate", 10.0, 2.0),
+        ("token", "band", 5.0, 2.0),
+        ("token", "truncate", 0.5, 2.0),
     ],
 )
-def test_metrics_of_truncated_weights_have_the_cap_of_the_rule(weighting, cap):
-    assert CorrectionRule(weighting=weighting).cap == cap
+def test_metrics_of_truncated_weights_have_the_cap_of_the_rule(level, action, high, cap):
+    assert CorrectionRule(weighting=Weighting(level=level, action=action, high=high)).cap == cap

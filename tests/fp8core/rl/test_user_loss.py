@@ -92,12 +92,10 @@ def test_a_row_mean_is_one_of_the_tokens_that_count(written, rejected):
 
 BROKEN = {
     "raises": ("return tokens.absent", r"mine\.py:\d+: AttributeError: 'Tokens' object has no attribute 'absent'"),
-    "nothing": ("return None", "returned NoneType, not a tensor"),
-    "a mean": ("return tokens.current.mean()", r"returned shape \[\], not \[2, 3\]"),
-    "a row each": ("return tokens.current.sum(1)", r"returned shape \[2\], not \[2, 3\]"),
+    "nothing": ("return None", "returned NoneType, not floating-point terms"),
+    "a mean": ("return tokens.current.mean()", r"returned torch.float64 \[\], not floating-point terms \[2, 3\]"),
     "not a number": ("return tokens.current / 0 * 0", "returned nan for token 0 of row 0"),
-    "infinite": ("return tokens.current.exp() / 0", "returned inf for token 0 of row 0"),
-    "truth": ("return tokens.mask", "returned torch.bool, not floating point"),
+    "truth": ("return tokens.mask", r"returned torch.bool \[2, 3\], not floating-point"),
     "constant": ("return tokens.advantages", "nothing would be learnt"),
 }
 
@@ -128,8 +126,6 @@ def test_a_function_that_breaks_later_names_the_token(written):
         ("def loss(tokens, options): return tokens.current\n", "loss is not declared with @policy_loss"),
         ("def other(tokens, options): return tokens.current\n", "has no function loss"),
         ("1 / 0\n", "cannot be imported: ZeroDivisionError: division by zero"),
-        ("def loss(:\n", "cannot be imported: SyntaxError: invalid syntax"),
-        ("import nowhere\n", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
         ("@policy_loss\ndef loss(tokens, options): return tokens.current\n", r"write @policy_loss\(\), with parenthe"),
         ("@policy_loss()\ndef loss(tokens): return tokens.current\n", r"TypeError: loss\(\) takes 1 positional"),
     ],
@@ -147,17 +143,6 @@ def test_options_are_validated(written):
         load_loss(written(SURROGATE), {"slak": 0.1})
 
 
-def test_an_edited_file_is_other_code(written):
-    path = written(SURROGATE)
-    before, first = loss_source(path), load_loss(path, {})
-    assert loss_source(path) == before
-    written(SURROGATE.replace("return torch.maximum", "return 2 * torch.maximum"))
-    assert loss_source(path) != before
-    given, clip = inputs(), ClipRange(low=0.2, high=0.28)
-    values = [loss(given, clip, token_mean).loss.item() for loss in (first, load_loss(path, {}))]
-    assert values[1] == pytest.approx(2 * values[0], rel=1e-12)
-
-
 def test_a_process_with_another_folder_finds_the_file_or_refuses_another_one(written, tmp_path, monkeypatch):
     path = written(SURROGATE)
     monkeypatch.chdir(tmp_path)
@@ -166,9 +151,7 @@ def test_a_process_with_another_folder_finds_the_file_or_refuses_another_one(wri
     refuse_other_loss(shared.policy, digest)
     written(SURROGATE.replace("torch.maximum", "torch.minimum"))
     host = socket.gethostname()
-    with pytest.raises(
-        UserError, match=rf"^loss\.policy={path}: {tmp_path}/mine\.py on {host}, which trains, has digest"
-    ):
+    with pytest.raises(UserError, match=rf"^loss\.policy={path}: {host}, which trains, has another file"):
         refuse_other_loss(shared.policy, digest)
     (tmp_path / "mine.py").unlink()
     with pytest.raises(UserError, match=rf"{tmp_path}/mine\.py cannot be read: No such file .* \(on {host}, which "):

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from fp8core.report.run_data import read_run
-from fp8core.run.commit import stored_metrics
 from fp8core.run.loop import BoundError, TrainingPaused
 from fp8core.store.layout import LEDGER
 
@@ -60,14 +59,3 @@ def test_failing_is_an_error_and_a_warning_none(begun) -> None:
     run.resume(steps=5, **{"alignment.stop.action": "warn"})
     assert crossed_at(run) == [2, 4]
     assert "warn: step 4: alignment.stop.error=1" in run.said
-
-
-@pytest.mark.parametrize("policy", ["clip_cov", "kl_cov"])
-def test_a_loss_that_singles_out_tokens_keeps_the_bounds_of_equal_policies(loop_run, policy) -> None:
-    """It leaves tokens out by design, and none for a ratio that is not 1."""
-    selecting = {"clip_cov": {"share": 0.5, "low": -100.0, "high": 100.0}, "kl_cov": {"share": 0.5}}
-    run = loop_run("selecting", steps=2, **{"loss.policy": policy, f"loss.{policy}": selecting[policy]})
-    assert run.ledger.last_step() == 2
-    metrics = stored_metrics(run.ledger, run.store, 1)
-    assert metrics["train/first_clip_fraction"] == 0
-    assert (metrics["train/clip_fraction"] > 0.2) == (policy == "clip_cov")

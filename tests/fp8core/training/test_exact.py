@@ -6,15 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.training import CorrectionConfig, TrainingConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import POW2
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.rl.objective import Objective
 from fp8core.training.exact import AdamW
 from fp8core.training.trainer import NotFiniteError
 
@@ -268,29 +266,6 @@ def test_the_gradient_is_clipped_by_its_global_norm(trainer_of, architecture, ba
     trainer.save(tmp_path)
     clipped = load_file(tmp_path / "optimiser.safetensors")
     assert difference({name: 3 * clipped[f"exp_avg/{name}"] for name in free}, free) < 1e-4
-
-
-def test_a_second_update_singles_out_by_the_policy_it_starts_from(trainer_of, architecture, batch_for):
-    contract, loss = CONTRACTS["bf16"], LossConfig(policy="kl_cov", kl_cov={"share": 0.3})
-    batch = replace(batch_for(CONTRACTS["bf16"]), draw=(0, 1))
-    seen = []
-
-    class Watched(Objective):
-        def selected(self, batch, current, update):
-            seen.append(current[batch.mask])
-            return super().selected(batch, current, update)
-
-    training = TrainingConfig(minibatches=2, learning_rate=1e-2, warmup_steps=0)
-    trainer = trainer_of(contract, architecture(), training, Watched(loss, CorrectionConfig()))
-    trainer.step(batch, 1.0, ())
-    once = training.model_copy(update={"minibatches": 1})
-    alone = trainer_of(contract, architecture(), once, Objective(loss, CorrectionConfig()))
-    alone.step(batch.rows(slice(0, 3)), 1.0, ())
-    second = batch.rows(slice(3, 6))
-    expected = alone.logprobs(second.sequences, 1.0, ()).logprobs
-    assert torch.equal(seen[0], batch.old_logprobs[:3][batch.mask[:3]])
-    assert torch.equal(seen[1], expected[~expected.isnan()])
-    assert not torch.equal(seen[1], second.old_logprobs[second.mask])
 
 
 # --- weights out, and back ---

@@ -77,7 +77,6 @@ def train(arch: Architecture, masters: Any, batch: Any, ranks: Ranks, folder: Pa
     found = {
         "logprobs": scored.logprobs,
         "amax": [vars(layer) for layer in scored.statistics.amax()],
-        "elements": [sum(layer.k.counts) for layer in scored.statistics.histograms()],
         "steps": [vars(first), vars(second)],
         "again": vars(trainer.step(batch, 0.9, ())),
         "masters": trainer.masters,

@@ -81,8 +81,6 @@ def test_two_ranks_compute_what_one_process_does(together, alone, policy, ragged
     found, expected = (trainer.logprobs(ragged_batch.sequences, 0.9, ()) for trainer in (together, one))
     mask = ragged_batch.mask
     assert torch.allclose(found.logprobs[mask], expected.logprobs[mask], rtol=0, atol=1e-5)
-    counts = [[sum(layer.k.counts) for layer in each.statistics.histograms()] for each in (found, expected)]
-    assert counts[0] == counts[1]
     for _ in range(2):
         ours, theirs = (vars(trainer.step(ragged_batch, 0.9, ())) for trainer in (together, one))
         for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean"):

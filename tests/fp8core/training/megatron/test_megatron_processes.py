@@ -58,7 +58,6 @@ def test_a_grid_computes_what_one_process_does(grid, alone, together, ragged_bat
     found, expected = together[grid], alone[ALL[grid][0]]
     mask = ragged_batch.mask
     assert torch.allclose(found["logprobs"][mask], expected["logprobs"][mask], rtol=0, atol=1e-5)
-    assert found["elements"] == expected["elements"]
     for ours, theirs in zip(found["amax"], expected["amax"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     steps = (*zip(found["steps"], expected["steps"], strict=True), (found["replayed"], expected["replayed"]))

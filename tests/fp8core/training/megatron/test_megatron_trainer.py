@@ -72,8 +72,6 @@ def test_scores_and_statistics_equal_the_torch_trainers(family, masters_of, ragg
         assert torch.allclose(ours[ragged_batch.mask], theirs[ragged_batch.mask], rtol=0, atol=1e-5)
     for ours, theirs in zip(found.statistics.amax(), expected.statistics.amax(), strict=True):
         assert vars(ours) == pytest.approx(vars(theirs), rel=1e-5)
-    counts = [sum(layer.k.counts) for layer in found.statistics.histograms()]
-    assert counts == [int(ragged_batch.sequences.valid.sum()) * family.num_kv_heads * family.head_dim] * 2
 
 
 def _named(trainer):

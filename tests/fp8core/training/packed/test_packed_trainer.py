@@ -51,7 +51,7 @@ SHAPES = {
 
 def packed(masters, contract, arch, training=None, objective=None, ranks=ALONE) -> PackedTrainer:
     formats = PackedFormats(
-        training_formats(contract, arch.num_layers), rollout_formats(contract, arch.num_layers), 4096, amax_only=False
+        training_formats(contract, arch.num_layers), rollout_formats(contract, arch.num_layers), 4096
     )
     objective = objective or Objective(LossConfig(), CorrectionConfig())
     return PackedTrainer(arch, masters, formats, training or TrainingConfig(), objective, CPU, ranks)
