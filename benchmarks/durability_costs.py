@@ -41,11 +41,11 @@ from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import checkpoint_due, save_state
-from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate, next_step, train
 from fp8core.run.open import open_directory, open_run
+from fp8core.run.refusals import graph_of
 from fp8core.store.artifacts import ArtifactStore, Ref, RolloutShards
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import Ledger, LedgerView
@@ -115,10 +115,8 @@ class TimedStore(ArtifactStore):
 class TimedDirectory(RunDirectory):
     """A run's folder with a timed store."""
 
-    def __init__(
-        self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, swept: list[Path], origin: Path | None
-    ) -> None:
-        super().__init__(path, store, lock, ledger, swept, origin)
+    def __init__(self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, origin: Path | None) -> None:
+        super().__init__(path, store, lock, ledger, origin)
         self.timed = self.store = TimedStore(path)
 
 

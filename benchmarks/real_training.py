@@ -17,11 +17,10 @@ from flows.termination import ExitCode, StopRequest, stop_on_sigterm
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
 from fp8core.run import loop
-from fp8core.run.checks.settings import graph_of
-from fp8core.run.commit import step_metrics
 from fp8core.run.context import RunContext
-from fp8core.run.execute import TaskResult
+from fp8core.run.execute import TaskResult, step_metrics
 from fp8core.run.open import open_directory, open_run
+from fp8core.run.refusals import graph_of
 
 
 class StoppableExecution(loop.Execution):

@@ -36,11 +36,11 @@ from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import RunData, read_run
 from fp8core.report.summary import union_seconds
 from fp8core.report.training_charts import ALIGNMENT, LEARNING, curve_chart
-from fp8core.store.artifacts import read_checked
+from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, CheckpointEntry, SegmentEntry, StepEntry
 from fp8core.store.metrics import HELDOUT, K3, REWARD, TMPE, series
-from fp8core.store.run_view import Commit, RunView, inspect_manifest
+from fp8core.store.run_view import Commit, RunView
 
 NAMES = {
     "bf16": "bf16",
@@ -271,7 +271,6 @@ def alignment_row(run: RunData, variant: str, command: str) -> Row:
         **({"turns": fmean(turns)} if turns else {}),
         "heldout_first": heldout[0],
         "heldout_last": heldout[-1],
-        "warm_start": styles(run.view),
         "reward_first": rewards[0],
         "reward_last": rewards[-1],
         "steps": len(rewards),
@@ -351,17 +350,9 @@ def seconds_by_task(run: RunData) -> dict[str, float]:
     return before | after | {"total": sum(_durations(run.view))}
 
 
-def styles(view: RunView) -> dict[str, float]:
-    """Sampled accuracy of each style of demonstration after the warm start."""
-    ref = view.steps[START].artifacts["evaluation"]
-    content = json.loads(read_checked(view.folder / ref.uri, ref.digest))
-    return {row["style"]: row["accuracy"] for row in content.get("styles", [])}
-
-
 def run_provenance(view: RunView) -> Row:
     """Commit, versions and machine of the newest step."""
-    manifest, problems = inspect_manifest(view.folder, view.steps[max(view.steps)])
-    assert manifest is not None, problems
+    manifest = ArtifactStore(view.folder).get_manifest(view.steps[max(view.steps)].entry.manifest)
     return {
         "commit": None,
         **manifest.observed.git,

@@ -232,7 +232,7 @@ def set_engine_variables(config: "RunConfig") -> None:
     if config.cluster.address is not None:
         return
     from fp8core.config.capability import this_node
-    from fp8core.run.machine import engine_environment
+    from fp8core.run.build import engine_environment
     from fp8core.training.registry import packages_of
 
     environment = engine_environment(config, this_node(packages_of(config)))

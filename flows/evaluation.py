@@ -23,13 +23,11 @@ from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rollout.registry import longest_row
 from fp8core.run.answer import Questions
-from fp8core.run.build import FoundModel, build_environment, find_base
-from fp8core.run.checks.environment import check_opening
-from fp8core.run.checks.inputs import check_stop_strings
-from fp8core.run.checks.machine import check_engine, check_shape
+from fp8core.run.build import BaseModel, build_environment, check_shape, engine_environment, find_base, members_node
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
-from fp8core.run.machine import engine_environment, members_node
-from fp8core.run.snapshot import RunSnapshot
+from fp8core.run.preflight import check_opening, check_stop_strings
+from fp8core.run.refusals import check_engine
+from fp8core.run.replay import RunSnapshot
 from fp8core.store.layout import POLICY, checkpoint_place
 
 _UNUSED = ("run", "steps", "loss", "checkpoint", "artifacts", "replay", "parity")
@@ -118,7 +116,7 @@ def refuse_unread(asked: EvaluationRequest) -> None:
             check_opening(found, config, model.tokenizer, positions, pool, asked.seed)
 
 
-def _model(asked: EvaluationRequest) -> FoundModel:
+def _model(asked: EvaluationRequest) -> BaseModel:
     """The policy without its weights: that in its folder, else the model that the run starts from."""
     if _is_checkpoint(asked.target):
         checkpoint = find_checkpoint(Path(asked.target))
@@ -128,7 +126,7 @@ def _model(asked: EvaluationRequest) -> FoundModel:
             checkpoint = find_checkpoint(run.folder / checkpoint_place(_step(run, asked.step)) / POLICY)
         except UserError:  # Absent or damaged: the step will be restored from the model that the run starts from.
             return find_base(reload_own(run.described, {}))
-    return FoundModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, revision=None)
+    return BaseModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, revision=None)
 
 
 @contextmanager

@@ -16,11 +16,10 @@ from flows.termination import StopRequest
 from flows.tracking.session import Session
 from flows.training_pages import TrainingPages
 from fp8core.config.step_graph import PlannedStep, StepGraph
-from fp8core.report.console import StyleAccuracy, shows_sample
+from fp8core.report.console import shows_sample
 from fp8core.report.summary import overhead_ms
-from fp8core.run.commit import step_metrics
 from fp8core.run.context import RunContext, live_run
-from fp8core.run.execute import TaskResult, run_step
+from fp8core.run.execute import TaskResult, run_step, step_metrics
 from fp8core.run.loop import Execution, next_step, save_last
 from fp8core.run.precision_gap import gap_line
 from fp8core.run.rollouts import written_sample
@@ -110,10 +109,6 @@ class FlowExecution(Execution):
         return results
 
     def stage_done(self, run: RunContext, name: str, result: TaskResult) -> None:
-        if name == "first_evaluation" and not result.reused:
-            styles = run.directory.store.get_json(result.entry.outputs["evaluation"]).get("styles", [])
-            if styles:
-                run.console.styles([StyleAccuracy(**style) for style in styles])
         if name == "precision_gap" and not result.reused:
             run.console.note(gap_line(run.directory.store.get_json(result.entry.outputs["precision_gap"])))
 

@@ -29,7 +29,6 @@ from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides, refuse_contradiction
 from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, printable
-from fp8core.kernels.compilation import KernelFolders
 from fp8core.progress import Part
 from fp8core.report.console import Console
 from fp8core.report.diagnosis import diagnose
@@ -40,9 +39,8 @@ from fp8core.report.summary import CURVES, Summary, summarise
 from fp8core.report.training_charts import training_charts
 from fp8core.rollout.registry import engine_entry
 from fp8core.run import loop
-from fp8core.run.commit import stored_manifest
 from fp8core.run.compilation import HOPPER, compile_kernels
-from fp8core.run.execute import StepError, carried
+from fp8core.run.execute import StepError, carried, stored_manifest
 from fp8core.run.loop import BoundError, TrainingPaused, next_step
 from fp8core.run.policy import SyncError
 from fp8core.run.preflight import refuse_unrunnable
@@ -100,9 +98,9 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     """Train from the run's current step to its last step, or to the step, or part of step 0, in which SIGTERM comes."""
     console, name = Console(cast(TextIO, LoggedLines(sys.stdout)), config.steps), run_name(config)
     set_engine_variables(config)
-    kernels = compile_first(config, console)
+    compile_first(config, console)
     with (
-        open_session(config, name, console, new_code=new_code, kernels=kernels) as session,
+        open_session(config, name, console, new_code=new_code) as session,
         TrainingPages(session.run) as pages,
         stop_on_sigterm() as stop,
     ):
@@ -111,11 +109,11 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
         return finish(session, console)
 
 
-def compile_first(config: RunConfig, console: Console) -> KernelFolders | None:
-    """Compile the kernels that are missing; returns where they are kept, or None where nothing is compiled ahead."""
+def compile_first(config: RunConfig, console: Console) -> None:
+    """Compile the kernels that are missing, on Hopper and outside of a cluster of the user's own."""
     platform = this_platform()
     if config.cluster.address is not None or platform != HOPPER:
-        return None
+        return
     folders = kernel_folders()
     with console.part("compiling kernels") as progress:
         if config.cluster.used:
@@ -126,7 +124,6 @@ def compile_first(config: RunConfig, console: Console) -> KernelFolders | None:
             compiled = compile_kernels(config, platform, folders, progress, libraries)
     if compiled.done:
         console.note(str(compiled))
-    return folders if compiled.jobs else None
 
 
 def finish(session: Session, console: Console) -> Summary:

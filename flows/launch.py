@@ -26,7 +26,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     Prefect's server does not answer.
     """
     from fp8core.freed_memory import keep_freed_memory
-    from fp8core.run.machine import wants_gpus
+    from fp8core.run.build import wants_gpus
     from fp8core.run.preflight import refuse_unrunnable
     from fp8core.store.run_directory import read_description
 

@@ -6,8 +6,7 @@ from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import average_amax
 from fp8core.run.context import RunContext
-from fp8core.run.scales import read_amax, store_scales
-from fp8core.run.scoring import token_batch
+from fp8core.run.scoring import read_amax, store_scales, token_batch
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 

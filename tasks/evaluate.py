@@ -3,8 +3,8 @@
 from typing import Any
 
 from fp8core.config.steps import NoOptions
-from fp8core.run.commit import stored_manifest
 from fp8core.run.context import RunContext
+from fp8core.run.execute import stored_manifest
 from fp8core.run.rollouts import heldout_accuracy, heldout_episodes
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import TURNS
@@ -28,7 +28,6 @@ def evaluate(
 def evaluate_episodes(
     run: RunContext, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
 ) -> dict[str, Ref]:
-    """As `evaluate`, with an environment that answers."""
     if _due(run, index):
         return heldout_episodes(run, index)
     store = run.directory.store

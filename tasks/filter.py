@@ -42,11 +42,10 @@ def filter(
 ) -> dict[str, Ref]:
     """Clear `keep` of every completion of a group that stays out of the loss: the scores in its baseline are equal.
 
-    Additions of shaping and other verifiers to the rewards do not count. With `environment.advantage: turn` a group has
-    a signal where returns of its `turns` differ.
-    """
+    With `environment.advantage: turn` a group has a signal where returns of its `turns` differ."""
     store, by_turn = run.directory.store, turn_advantages_asked(run.config)
-    assert turns is not None or not by_turn, "the pipeline was checked"
+    if by_turn and turns is None:
+        raise UserError("environment.advantage=turn compares turns: set pipeline.rewire={filter: {turns: turns}}")
     played = store.get_table(turns) if by_turn and turns is not None else None
     table = store.get_table(rewards)
     kept = keep_informative(table, options.groups, played, counted_rows(table, run.config))
@@ -62,10 +61,9 @@ def filter(
 def keep_informative(
     rewards: pa.Table, groups: int | None, turns: pa.Table | None = None, compared: Tensor | None = None
 ) -> pa.Table:
-    """A table of kind `rewards` that keeps the first `groups` groups with a signal (`rows_with_signal`).
+    """A table of kind `rewards` that keeps the first `groups` groups with a signal.
 
-    `compared`: bool [rows], those that may make the baseline of advantages, as far as they are kept; None: all.
-    """
+    `compared`: bool [rows], those that may make the baseline of advantages, as far as they are kept; None: all."""
     keep = torch.tensor(rewards["keep"].to_pylist(), dtype=torch.bool)
     counted = keep if compared is None else keep & compared
     signal = (keep & rows_with_signal(rewards, turns, counted)).tolist()

@@ -2,8 +2,7 @@
 
 from fp8core.config.steps import NoOptions
 from fp8core.run.context import RunContext
-from fp8core.run.scales import read_scales
-from fp8core.run.scoring import SCORED_COLUMNS, policy_batch, stored_scores, trainer_of_policy
+from fp8core.run.scoring import SCORED_COLUMNS, policy_batch, read_scales, stored_scores, trainer_of_policy
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 

@@ -3,8 +3,7 @@
 from fp8core.config.steps import NoOptions
 from fp8core.run.context import RunContext
 from fp8core.run.policy import initial_trainer
-from fp8core.run.scales import read_scales
-from fp8core.run.scoring import SCORED_COLUMNS, logprob_table, token_batch
+from fp8core.run.scoring import SCORED_COLUMNS, logprob_table, read_scales, token_batch
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 

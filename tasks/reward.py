@@ -19,11 +19,7 @@ from tasks.step import step
 def reward(
     run: RunContext, index: int, options: NoOptions, prompts: Ref, rollouts: Ref, turns: Ref | None = None
 ) -> dict[str, Ref]:
-    """One verdict a completion. Some may report a failure of the verifier; when all do, the step fails.
-
-    With `turns` it is the environment's, unless that leaves the last turn to the verifier. Then failures are not kept
-    (`environment.failed`).
-    """
+    """One verdict a completion. Some may report a failure of the verifier; when all do, the step fails."""
     store = run.directory.store
     completions = store.get_table(rollouts, [*COMPLETION_KEY, "text", "finish"])
     played = None if turns is None else store.get_table(turns)
@@ -32,11 +28,7 @@ def reward(
 
 
 def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
-    """Verdicts as a table of kind `rewards`, in the order of the rollouts.
-
-    With several verifiers it has a column for the score of each; those beside the main one score 0 where the
-    environment gave the verdict.
-    """
+    """Verdicts as a table of kind `rewards`, in the order of the rollouts, with a column for each further verifier."""
     scored = score(run.verifier, prompts.drop_columns(["tokens"]).to_pylist(), stored_endings(rollouts, turns))
     tell_failures(run, "rewards", [found.verdict for found in scored])
     none = {f"{SCORE}{part.name}": 0.0 for found in scored for part in found.verdict.added}

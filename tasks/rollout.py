@@ -10,16 +10,15 @@ from fp8core.config.steps import NoOptions
 from fp8core.progress import tell_progress
 from fp8core.rollout.episode import Episode
 from fp8core.run.context import RunContext
-from fp8core.run.player import EpisodePlayer
+from fp8core.run.episodes import EpisodePlayer, seconds_of, turns_table
 from fp8core.run.rollouts import (
     check_episodes,
     environment_of,
     prompt_groups,
     rollout_table,
-    shards_to_continue,
+    shards_of,
     while_going,
 )
-from fp8core.run.turns import seconds_of, turns_table
 from fp8core.run.verdicts import answers, stored_endings
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import (
@@ -42,12 +41,8 @@ from tasks.step import step
 def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
     """Complete every prompt `group_size` times under the given policy and scales.
 
-    The body reads neither: the last sync gave both to the engine. As inputs they order the steps and enter the key.
-
-    Completions of an interrupted run are read from its shards; those of a damaged shard are generated again. The
-    shards go when the step is committed: until then they are the only copy the ledger can rebuild from. The verifier
-    may begin with finished groups while others are generated; its verdicts are the reward step's to store.
-    """
+    The last sync gave both to the engine: as inputs they order the steps and enter the key. Finished groups are read
+    from shards after a kill; the verifier may begin with them while others are generated."""
     return {"rollouts": run.directory.store.put_table("rollouts", _generate(run, index, prompts))}
 
 
@@ -56,12 +51,9 @@ def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, polic
     outputs={"turns": "turns", "rollouts": "rollouts"},
 )
 def episodes(run: RunContext, index: int, options: NoOptions, prompts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
-    """As `rollout`, with an environment that answers; each finished episode is durable as it comes.
+    """As `rollout`, with an environment that answers. Episodes that were cut begin again with the same seeds.
 
-    Episodes that were cut begin again with the same seeds.
-
-    Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment.
-    """
+    Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment."""
     store, played = run.directory.store, _generate(run, index, prompts)
     turns = unnested_turns(played).sort_by(TURN_ORDER).combine_chunks()
     check_episodes(run, index, "rollouts", turns)
@@ -75,7 +67,7 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
     """All completions of the step, in order; with an environment, each with its turns (`SHARD_TURNS`)."""
     asked = run.directory.store.get_table(prompts)
     groups, rows = prompt_groups(run, index, asked), asked.drop_columns(["tokens"]).to_pylist()
-    shards = shards_to_continue(run, index)
+    shards = shards_of(run, index)
     for error in shards.discard_damaged():
         run.console.note(f"step {index}: {error}; its completions are generated again")
     done = shards.read()
@@ -110,8 +102,9 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
             turns = None
             if run.config.environment is not None:
                 turns = unnested_turns(table)
-                times = run.environment_seconds.setdefault(index, {})
-                times |= {f"{index}/{one.completion.group}/{one.completion.sample}": seconds_of(one) for one in batch}
+                run.environment_seconds.setdefault(index, []).extend(
+                    second for one in batch for second in seconds_of(one)
+                )
             run.verifier.begin(answers(rows, stored_endings(table, turns)))
     run.sleep_engine()
     return pa.concat_tables(tables).sort_by(ORDER).combine_chunks()

@@ -7,7 +7,7 @@ contexts. The trainer scores them before it ships its weights, the engine after 
 from fp8core.config.steps import NoOptions
 from fp8core.run.context import RunContext
 from fp8core.run.policy import push
-from fp8core.run.scales import read_scales
+from fp8core.run.scoring import read_scales
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 

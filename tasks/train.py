@@ -10,8 +10,7 @@ from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import RolloutBatch, padded
 from fp8core.rl.objective import row_advantages
 from fp8core.run.context import RunContext
-from fp8core.run.scales import read_scales
-from fp8core.run.scoring import compared_rows, stored_scores, trainer_of_policy
+from fp8core.run.scoring import compared_rows, read_scales, stored_scores, trainer_of_policy
 from fp8core.run.update_inputs import UPDATE_COLUMNS, observed_tokens, rollout_batch
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import ADVANTAGES, COMPLETION_KEY, keys_of
@@ -78,11 +77,10 @@ def train_scoring(
 ) -> dict[str, Ref]:
     """Policy v_i becomes v_{i+1}, and the forwards of its updates score the rollouts.
 
-    Old log-probs are those of the one forward, or the rollout's own, of whatever version (`logprobs.source`). An
-    audited one that differs fails the step before the first update. The forwards go over every row, so those that a
-    filter has dropped have scores too. Entropies, and log-probs of tokens that an environment or an older policy wrote,
-    are under the policy that the update of their row begins with.
-    """
+    Old log-probs are those of the one forward, or the rollout's own (`logprobs.source`). An audited one that differs
+    fails the step before the first update. Rows that a filter dropped have scores too. Entropies, and log-probs of
+    tokens that an environment or an older policy wrote, are under the policy that the update of their row begins
+    with."""
     store, trainer, config = run.directory.store, trainer_of_policy(run, policy), run.config
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     version = trainer.version
@@ -106,10 +104,7 @@ def train_scoring(
 
 @dataclass(frozen=True)
 class LearningSignals:
-    """Artifacts of a step that say in which direction its rollouts move the policy.
-
-    `reference` and `teacher` are log-probs. None: no penalty of the reference, no distillation, no environment.
-    """
+    """Artifacts that say in which direction rollouts move the policy; `reference` and `teacher` are log-probs."""
 
     rewards: Ref
     reference: Ref | None
@@ -120,7 +115,6 @@ class LearningSignals:
 def update_batch(
     run: RunContext, index: int, rollouts: pa.Table, logprobs: pa.Table | None, signals: LearningSignals
 ) -> tuple[RolloutBatch, dict[str, float]]:
-    """The batch of a step's update, as `rollout_batch`, with what the teacher and the step itself add."""
     store = run.directory.store
     penalty = store.get_table(signals.reference) if signals.reference else None
     played = store.get_table(signals.turns) if signals.turns else None
@@ -134,10 +128,7 @@ def update_batch(
 def stored_update(
     run: RunContext, report: TrainReport, masking: dict[str, float], batch: RolloutBatch, rollouts: pa.Table
 ) -> dict[str, Ref]:
-    """The next policy, the report of its update and the advantages that it used, as artifacts.
-
-    `batch`: what was learnt from, with its old log-probs; its rows are those of the rollouts.
-    """
+    """The next policy, the report of its update and the advantages that it used, as artifacts."""
     store, report = run.directory.store, replace(report, correction=report.correction | masking)
     values = pa.array(row_advantages(batch, run.config.loss, run.config.correction).numpy())
     columns = [*(rollouts[name] for name in COMPLETION_KEY), values]

@@ -29,16 +29,15 @@ from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
-from fp8core.run.replay import ReplayResult, replay
-from fp8core.run.snapshot import RunSnapshot
+from fp8core.run.refusals import graph_of
+from fp8core.run.replay import ReplayResult, RunSnapshot, replay
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import RunDirectory, read_description
+from fp8core.store.run_directory import read_description
 
 # As `fp8-grpo` has it, and before a test imports Prefect, which reads it once.
 os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
@@ -276,6 +275,11 @@ class LoopRun:
         self.folder = folder
         self.said = ""
 
+    def copy(self, folder: Path) -> "LoopRun":
+        """A copy with all that lies beside it, for a test to change."""
+        shutil.copytree(self.folder.parent, folder / "loop")
+        return LoopRun(folder / "loop" / self.folder.name)
+
     @property
     def ledger(self) -> LedgerView:
         return LedgerView.read(self.folder / LEDGER)
@@ -371,14 +375,12 @@ class LoopRun:
         with self.opened(**options) as run:
             train(run)
 
-    def replayed(
-        self, steps: Sequence[int], *overrides: str, repaired: RunDirectory | None = None, **options: Any
-    ) -> list[ReplayResult]:
+    def replayed(self, steps: Sequence[int], *overrides: str) -> list[ReplayResult]:
         """The verdicts of replayed steps; the console output is in `said` afterwards."""
         console = io.StringIO()
         original = RunSnapshot.read(self.folder)
         try:
-            return list(replay(original, steps, overrides, Console(console, steps[-1]), repaired, **options))
+            return list(replay(original, steps, overrides, Console(console, steps[-1])))
         finally:
             self.said = console.getvalue()
 
@@ -436,5 +438,4 @@ def adapted(loop_run: Callable[..., LoopRun]) -> LoopRun:
 @pytest.fixture
 def run_copy(whole_run: LoopRun, tmp_path: Path) -> LoopRun:
     """A copy of the whole run, with the shelf of warm starts beside it, that a test may damage and continue."""
-    shutil.copytree(whole_run.folder.parent, tmp_path / "loop")
-    return LoopRun(tmp_path / "loop" / "whole")
+    return whole_run.copy(tmp_path)

@@ -5,7 +5,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,12 +56,6 @@ def _add_replay(commands: Any) -> None:
     which.add_argument("--from", type=step, dest="first", metavar="N", help="the first of several steps")
     parser.add_argument("--to", type=step, dest="last", metavar="M", help="the last of them (default: of the run)")
     add_overrides(parser, "replay under another setting, to see what it changes")
-    parser.add_argument(
-        "--repair", action="store_true", help="put damaged files of the run back where the replay made them equal"
-    )
-    parser.add_argument(
-        "--rerun-environments", action="store_true", help="ask environments again, instead of taking recorded answers"
-    )
     add_trust(parser)
     add_output(parser, "--json", "write the verdicts as JSON")
     parser.set_defaults(command=replay_steps)
@@ -73,7 +66,7 @@ def verify_run(options: argparse.Namespace) -> int:
     from flows.tracking.chain_head import compare_head, published_head
     from flows.tracking.store import quiet_store_logs
     from fp8core.run.verify import verified_bytes, verify
-    from fp8core.store.manifest import Chain
+    from fp8core.store.manifest import record_digest
     from fp8core.store.run_view import Provenance, RunView
 
     began, read, folder = time.perf_counter(), 0, find_run(options.run)
@@ -81,7 +74,7 @@ def verify_run(options: argparse.Namespace) -> int:
     quiet_store_logs()
     # Before the folder is read: a live run commits more meanwhile.
     published = None if options.tracking_uri == "none" else published_head(folder, options.tracking_uri)
-    view, provenance, links = RunView.read(folder), Provenance(), Chain()
+    view, provenance, links = RunView.read(folder), Provenance(), dict[int, str]()
 
     def report(more: int) -> None:
         nonlocal read
@@ -90,7 +83,7 @@ def verify_run(options: argparse.Namespace) -> int:
 
     def watch(manifest: "StepManifest") -> None:
         provenance.add(manifest)
-        links.add(manifest)
+        links[manifest.record.step] = record_digest(manifest)
 
     size = verified_bytes(view)
     with long_part("MiB verified") as progress:
@@ -202,8 +195,7 @@ def replay_steps(options: argparse.Namespace) -> int:
 
 def verdict_lines(verdict: "ReplayResult") -> list[str]:
     words = {"equal": "equal", "within": "equal within the bounds", "different": "different"}
-    asked = f", {verdict.asked_again} answers of environments asked again" if verdict.asked_again else ""
-    cost = f"{verdict.level}; {verdict.artifacts} artifacts{asked}, {verdict.seconds:.1f} s"
+    cost = f"{verdict.level}; {verdict.artifacts} artifacts, {verdict.seconds:.1f} s"
     lines = [f"step {verdict.step}: {words[verdict.outcome]} ({cost})", *verdict.causes]
     labels = ("largest difference" if verdict.outcome == "within" else "first difference", "there")
     lines += [f"{label}: {text}" for label, text in zip(labels, verdict.difference, strict=False)]
@@ -212,26 +204,20 @@ def verdict_lines(verdict: "ReplayResult") -> list[str]:
 
 def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
     from fp8core.report.console import Console
-    from fp8core.run.replay import replay
-    from fp8core.run.snapshot import RunSnapshot
-    from fp8core.store.run_directory import RunDirectory
+    from fp8core.run.replay import RunSnapshot, replay
 
     folder, here, overrides = find_run(options.run), Path.cwd(), options.overrides
     enter_origin(folder)
     admit_code(folder, overrides, here, trust=options.trust)
-    locked = RunDirectory.create_or_open(folder) if options.repair else nullcontext()
-    with locked as repaired:
-        original = RunSnapshot.read(folder)
-        steps = _range(options, original.ledger.last_step())
-        original.refuse_unknown(steps[0])
-        set_engine_variables(original.config(steps[0], overrides))
-        console = Console(sys.stderr, steps.stop - 1)
-        asked_again = options.rerun_environments
-        for verdict in replay(original, steps, overrides, console, repaired, rerun_environments=asked_again):
-            yield verdict
-            if verdict.outcome == "different" and verdict.step < steps[-1]:
-                after = steps[steps.index(verdict.step) + 1 :]
-                say(f"not replayed: {_named(after)}, which start from what step {verdict.step} gave", sys.stderr)
+    original = RunSnapshot.read(folder)
+    steps = _range(options, original.ledger.last_step())
+    original.refuse_unknown(steps[0])
+    set_engine_variables(original.config(steps[0], overrides))
+    for verdict in replay(original, steps, overrides, Console(sys.stderr, steps.stop - 1)):
+        yield verdict
+        if verdict.outcome == "different" and verdict.step < steps[-1]:
+            after = steps[steps.index(verdict.step) + 1 :]
+            say(f"not replayed: {_named(after)}, which start from what step {verdict.step} gave", sys.stderr)
 
 
 def _range(options: argparse.Namespace, newest: int | None) -> range:

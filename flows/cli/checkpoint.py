@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
     from fp8core.models.quantised_checkpoint import Quantisation
     from fp8core.run.export import ExportedPolicy
-    from fp8core.run.snapshot import RunSnapshot
+    from fp8core.run.replay import RunSnapshot
 
 
 def add_commands(commands: Any) -> None:
@@ -52,7 +52,7 @@ def export_step(options: argparse.Namespace) -> int:
     from fp8core.report.console import Console
     from fp8core.run.export import export, refuse_existing, refuse_format, stored_policy
     from fp8core.run.recompute import RedoError
-    from fp8core.run.snapshot import FAILURES, RunSnapshot
+    from fp8core.run.replay import FAILURES, RunSnapshot
 
     torch.set_num_threads(1)
     refuse_existing(options.target)

@@ -41,7 +41,7 @@ def add_commands(commands: Any) -> None:
 def graph(options: argparse.Namespace) -> int:
     from fp8core.config.load import load_config
     from fp8core.report.text import pipeline_mermaid, pipeline_text
-    from fp8core.run.checks.settings import pipeline_of
+    from fp8core.run.refusals import pipeline_of
 
     search_last(Path.cwd())
     plan = pipeline_of(load_config(options.config, options.overrides))
@@ -90,8 +90,8 @@ def plan_config(options: argparse.Namespace) -> int:
     from fp8core.models.hub import model_shape
     from fp8core.plan.run_plan import check_fit, plan_run, verdict
     from fp8core.report.text import plan_text
-    from fp8core.run.checks.machine import check_shape
-    from fp8core.run.checks.settings import graph_on
+    from fp8core.run.build import check_shape
+    from fp8core.run.refusals import graph_on
 
     search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
@@ -112,7 +112,7 @@ def _machine(options: argparse.Namespace, config: "RunConfig") -> "Machine":
     """This machine, or one with the named GPU and an unknown host."""
     from fp8core.config.capability import this_node
     from fp8core.resources.memory import GPUS, Machine, machine_of, named_gpu
-    from fp8core.run.machine import wants_gpus
+    from fp8core.run.build import wants_gpus
 
     if options.gpu is not None:
         return Machine(named_gpu(options.gpu), None)

@@ -8,7 +8,6 @@ from pathlib import Path
 import yaml
 
 from flows.tracking.metric_names import (
-    COMPILED,
     CORE,
     ERROR,
     OVERHEAD,
@@ -26,9 +25,8 @@ from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
 from fp8core.report.summary import CURVES, REPORT, ComparedTokens, Summary, overhead_ms
 from fp8core.report.text import pipeline_mermaid
-from fp8core.run.commit import committed_step, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
-from fp8core.store.checkpoints import last_written
+from fp8core.run.execute import committed_step, step_metrics, stored_manifest
 from fp8core.store.layout import POLICY, SUMMARY, manifest_place
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 from fp8core.store.manifest import Head
@@ -100,7 +98,7 @@ class Backlog:
             publish_state(self._tracker, *state)
             self._shown = state
             yield
-        newest = takewhile(lambda entry: entry.step > self._sent.models, last_written(ledger))
+        newest = takewhile(lambda entry: entry.step > self._sent.models, ledger.last_checkpoints())
         for entry in reversed(list(newest)):
             self._tracker.log_checkpoint(checkpoint_of(self._run, entry))
             self._note(models=entry.step)
@@ -155,8 +153,6 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     shares |= {f"time/environment_{name}": answers[name] for name in ("p50", "p95", "max") if name in answers}
     shown = shown_metrics({**step_metrics(run, index), **shares}) | step_speed(run, index)
     shown |= {shown_name(f"time/{task}_seconds"): value for task, value in seconds.items()}
-    if entry.compiled is not None:
-        shown[COMPILED] = entry.compiled
     tracker.log_step(index, shown, entry.committed_ms, {HEAD: str(Head.of(manifest))})
     tracker.log_artifact(manifest_place(index), manifest.model_dump_json(indent=2) + "\n")
     if samples_due(run, index):

@@ -3,6 +3,7 @@
 A consistent rewrite of a folder can renew every digest in it, but not the head that MLflow got before.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from flows.tracking.record import read_record
 from flows.tracking.store import existing_store, store_errors, store_of_folder
 from flows.tracking.tracker import HEAD, Outage
 from fp8core.errors import UserError, without_passwords
-from fp8core.store.manifest import Chain, Head
+from fp8core.store.manifest import Head
 from fp8core.store.run_view import Finding
 
 
@@ -36,17 +37,17 @@ def published_head(folder: Path, store: str | None) -> PublishedHead | Finding:
         return Finding("note", "MLflow", f"its head could not be compared: {error}")
 
 
-def compare_head(published: PublishedHead | Finding, links: Chain) -> str | Finding:
+def compare_head(published: PublishedHead | Finding, links: Mapping[int, str]) -> str | Finding:
     """Compare it with the chain of the run's folder, which was read later. Returns words, or how they differ."""
     if isinstance(published, Finding):
         return published
     head, place = published
-    last, told = links.last, f"{place} was told the record {head}"
+    last, told = max(links, default=None), f"{place} was told the record {head}"
     if last is None or head.step > last:
         ends = "holds no step" if last is None else f"ends with step {last}"
         why = "the last steps were cut off, or an older copy was put back"
         return Finding("error", "MLflow", f"{told}, this folder {ends}: {why}", step=head.step)
-    if (ours := links.digests.get(head.step)) is None:
+    if (ours := links.get(head.step)) is None:
         return Finding("note", "MLflow", f"{told}, whose manifest cannot be read here")
     if ours != head.digest:
         return Finding("error", "MLflow", f"{told}, this folder has {ours}: the run was rewritten", step=head.step)

@@ -26,8 +26,7 @@ K3 = f"{CORE}k3"
 ACCURACY = f"{CORE}heldout"
 MEAN_REWARD = f"{CORE}reward"
 SECONDS, OVERHEAD = f"{CORE}seconds", f"{CORE}overhead_ms"
-COMPILED = f"{DETAIL}compile/kernels"
-TIMED = (SECONDS, TOKENS_PER_SECOND, OVERHEAD, COMPILED, f"{DETAIL}time/", "system/")
+TIMED = (SECONDS, TOKENS_PER_SECOND, OVERHEAD, f"{DETAIL}time/", "system/")
 """Beginnings of the names of metrics that two equal trainings need not share."""
 _HEADLINE = {
     REWARD: MEAN_REWARD,

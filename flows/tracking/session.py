@@ -14,12 +14,11 @@ from flows.tracking.store import resolve_tracking_uri, store_of_folder
 from flows.tracking.tracker import Outage, RunOutcome, Tracker
 from fp8core.config.run import RunConfig, resume_command
 from fp8core.errors import UserError, first_line, without_passwords
-from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import TrainingPaused
 from fp8core.run.open import open_directory, open_run
+from fp8core.run.refusals import graph_of
 from fp8core.store.run_directory import RunDirectory
 
 
@@ -34,9 +33,7 @@ class Session:
 
 
 @contextmanager
-def open_session(
-    config: RunConfig, name: str, console: Console, *, new_code: bool = False, kernels: KernelFolders | None = None
-) -> Iterator[Session]:
+def open_session(config: RunConfig, name: str, console: Console, *, new_code: bool = False) -> Iterator[Session]:
     """Open a new or an existing run (arguments and errors: `run.open.open_directory` and `run.open.open_run`).
 
     A new run needs its tracking store from the start; one that MLflow has goes on without, and publishes later.
@@ -47,7 +44,7 @@ def open_session(
         console.header(name, {"folder": str(directory.path), "MLflow": without_passwords(tracker.uri)})
         try:
             with (
-                open_run(config, graph, directory, console, kernels) as run,
+                open_run(config, graph, directory, console) as run,
                 _published(run, tracker) as session,
             ):
                 yield session

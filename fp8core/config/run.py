@@ -83,10 +83,6 @@ class WarmStartConfig(Section):
     tool_share: float = Field(
         0, ge=0, le=1, description="Share that calls environment.name=calculator; the rest is bare."
     )
-    step_by_step_target: float = Field(
-        0.9, ge=0, le=1, description="Sampled accuracy of that style below which the run warns."
-    )
-    bare_target: float = Field(0.1, ge=0, le=1, description="Same for the bare-answer style.")
 
 
 class RolloutConfig(Section):

@@ -63,11 +63,6 @@ def tool_call(question: str) -> str:
     return f"[{question.removesuffix('=')}]{EOS}"
 
 
-def style_of(completion_text: str) -> Style:
-    """The style a completion is written in: bare answers begin with `#`."""
-    return "bare" if completion_text.startswith("#") else "step_by_step"
-
-
 class ChainSource:
     """Problems of the chain task, generated; see PromptSource."""
 

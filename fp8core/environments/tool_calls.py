@@ -140,15 +140,6 @@ _WRITTEN = {
 }
 
 
-def uncallable(tool_calls: str, tools: Sequence[Tool]) -> tuple[str, str] | None:
-    """The first tool of which a format has no valid call, and why; in formats of JSON every tool has one."""
-    for tool in tools if tool_calls == "plain" else ():
-        _, malformed = TOOL_CALLS["plain"]("[1]" if len(tools) == 1 else f"[{tool.name}:1]", tools)
-        if malformed:
-            return tool.name, malformed
-    return None
-
-
 def instructions(tool_calls: str, tools: Sequence[Tool]) -> str:
     """The tools that there are and how a call is written, for a model whose chat template leaves them out."""
     lines = ["Tools:"]

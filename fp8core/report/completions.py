@@ -22,8 +22,7 @@ from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.layout import POLICY
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.run_view import Commit, RunView
-from fp8core.store.schemas import HeldoutSample
-from fp8core.store.tables import COMPLETION_KEY, key_of, keys_of
+from fp8core.store.tables import COMPLETION_KEY, HeldoutSample, key_of, keys_of
 
 PROMPTS, SAMPLES, HELDOUT_PROMPTS = 3, 2, 4
 MOST_TOKENS = 160

@@ -3,9 +3,9 @@
 Tables and numbers stay within the width; paths and commands are printed whole, so that they can be copied.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import rich.console
 from rich.panel import Panel
@@ -29,14 +29,6 @@ _LEAST_SHARE_SHOWN = 0.01
 _COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "left": 7}
 
 
-class StyleAccuracy(NamedTuple):
-    """Sampled accuracy of one demonstration style after the warm start, and the accuracy it should have reached."""
-
-    style: str
-    accuracy: float
-    target: float
-
-
 class Console:
     """Live output of one training, without control characters in a file; names and texts of others are escaped."""
 
@@ -57,14 +49,6 @@ class Console:
 
     def part(self, name: str) -> Part:
         return Part(name, self.note)
-
-    def styles(self, accuracies: Sequence[StyleAccuracy]) -> None:
-        """Accuracy of each demonstration style after the warm start; those below their target are warned of."""
-        for style, accuracy, target in accuracies:
-            self.note(f"after the warm start {style} has accuracy {accuracy:.3f}, the target is {target:.3f} at least")
-            if accuracy < target:
-                warning = f"warning: {style} {accuracy:.3f} is below its target {target:.3f}: raise warm_start.steps"
-                self._whole_line(Text(warning, style="yellow"))
 
     def step(self, metrics: Mapping[str, float], seconds: float, task_seconds: Mapping[str, float]) -> None:
         """One line for a finished step with the task that took longest; a metric that is absent is shown as "-"."""

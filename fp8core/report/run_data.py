@@ -16,11 +16,9 @@ from fp8core.report.summary import union_seconds
 from fp8core.report.tokens import TokenSample, newest_tokens, unread
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.layout import LEDGER
-from fp8core.store.ledger import START, BoundEntry, CheckpointEntry, StepEntry, TaskEntry
+from fp8core.store.ledger import START, START_TASKS, BoundEntry, CheckpointEntry, RemovalEntry, StepEntry, TaskEntry
 from fp8core.store.metrics import OF_START, STEP, History, start_metrics
 from fp8core.store.run_view import Commit, Provenance, RunView, spans
-from fp8core.store.start_tasks import START_TASKS
-from fp8core.store.step_manifests import read_manifest
 
 OUTSIDE_TASKS = "outside_tasks"
 # Kinds of artifact that generation alone stores: completions, and what was written beside the update.
@@ -115,11 +113,10 @@ def read_run(folder: Path, label: str, error: str | None = None) -> RunData:
     commits = sorted(view.commits, key=lambda commit: commit.step)
     missing = [f"{problem.place}: {problem.problem}" for problem in view.problems]
     missing += [f"{LEDGER}: {view.gap}"] if view.gap is not None else []
-    missing += [f"{cut.place}: {cut.problem}" for cut in view.cut_end()]
     provenance = Provenance()
     for commit in commits:
         try:
-            provenance.add(read_manifest(ArtifactStore(folder), folder, commit.entry))
+            provenance.add(ArtifactStore(folder).get_manifest(commit.entry.manifest))
         except StoredFileError as damage:
             missing.append(str(damage))
     pipeline = _pipeline_steps(view, commits)
@@ -150,7 +147,7 @@ def read_run(folder: Path, label: str, error: str | None = None) -> RunData:
 
 
 def _crossed(view: RunView) -> str | None:
-    last = view.entries[-1][1] if view.entries else None
+    last = view.ledger.entries[-1] if view.ledger.entries else None
     if not isinstance(last, BoundEntry) or last.action not in ("pause", "fail"):
         return None
     return f"{'paused' if last.action == 'pause' else 'failed'} after step {last.step}: {last.reason}"
@@ -219,6 +216,7 @@ def compared_artifacts(view: RunView) -> tuple[str, str]:
 
 def _removed(view: RunView) -> list[str]:
     return [
-        f"gc removed files of steps {spans(removal.steps)} on {datetime.fromtimestamp(removal.when, UTC):%Y-%m-%d}"
-        for removal in view.removals
+        f"gc removed files of steps {spans(entry.steps)} on {datetime.fromtimestamp(entry.when, UTC):%Y-%m-%d}"
+        for _, entry in view.entries
+        if isinstance(entry, RemovalEntry)
     ]

@@ -181,7 +181,8 @@ def _next(run: RunData, learning: Learning, diagnosis: Diagnosis | None) -> str 
     """The one action: of what stopped the run, else the use of what it learned; None: the diagnosis has it."""
     place, resume = run_commands(run.view)
     last = max(run.view.steps, default=0)
-    crossed = run.view.entries[-1][1] if run.view.entries else None
+    entries = run.view.ledger.entries
+    crossed = entries[-1] if entries else None
     if isinstance(crossed, BoundEntry) and crossed.action != "warn":
         return f"find why {crossed.bound} was crossed (fp8-grpo bisect {place}), then {resume}"
     if diagnosis is not None:

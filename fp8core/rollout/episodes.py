@@ -59,7 +59,7 @@ class MultiTurn:
 
     Attributes:
         begun: episodes that go on, as a call has left or as a run has stored them. An environment that is not open any
-            more is asked the same again; one that answers otherwise has crashed (`ask_again` finds it before).
+            more is asked the same again; one that answers otherwise has crashed.
         room: tokens that an episode writes, at most to the end of one turn and its answer; None: to its end.
     """
 
@@ -139,26 +139,6 @@ def run_episodes(
         for key in [*open_, *(one.key for one in finished)]:
             pool.end(key)
         session.close()
-
-
-def ask_again(groups: Sequence[PromptGroup], sampling: Sampling, multi_turn: MultiTurn) -> list[Key]:
-    """The episodes whose environments, asked again what they were asked before, answer otherwise; others rest."""
-    pool, differing, repeated = multi_turn.pool, list[Key](), dict[Key, _Repeated]()
-    for episode in _all_opened(groups, sampling.max_new_tokens, multi_turn):
-        if again := _to_repeat(pool, episode):
-            repeated[episode.key] = again
-        else:
-            pool.rest(episode.key)
-    while repeated:
-        for key, reply, _ in pool.replies(wait=True):
-            same = _repeat_next(pool, key, reply, repeated[key])
-            if same and repeated[key]:
-                continue
-            del repeated[key]
-            (pool.rest if same else pool.end)(key)
-            if not same:
-                differing.append(key)
-    return sorted(differing)
 
 
 def _new_replies(pool: Pool, replies: Sequence[Reply], repeated: Mapping[Key, _Repeated]) -> Iterator[Reply]:

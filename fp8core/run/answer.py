@@ -19,24 +19,19 @@ from fp8core.rollout.engine import Completion, PolicyScales, Probe, RolloutEngin
 from fp8core.rollout.episode import Episode
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import build_base, build_engine, build_environment, build_trainer, open_cluster
-from fp8core.run.checks.environment import check_opening
-from fp8core.run.checks.inputs import check_stop_strings
-from fp8core.run.parts import texts_of
-from fp8core.run.player import EpisodePlayer
+from fp8core.run.episodes import EpisodePlayer
 from fp8core.run.policy import check_formats, check_report
+from fp8core.run.precision_gap import texts_of
+from fp8core.run.preflight import check_opening, check_stop_strings
 from fp8core.run.rollouts import groups_of, problem_table
-from fp8core.run.scales import scales_of
+from fp8core.run.scoring import scales_of
 from fp8core.run.verdicts import early_endings, ending_of, failures, judges, score
 from fp8core.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions to every precision: problems, samples of each, how they are drawn, and what is counted.
-
-    The seed of a sample depends on its place alone, so two precisions differ by their arithmetic and not by their luck.
-    The engine also scores the right answers of the first `scored` problems.
-    """
+    """The seed of a sample depends on its place alone: precisions differ by their arithmetic, and not by their luck."""
 
     problems: list[Problem]
     samples: int
@@ -48,10 +43,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class Answered:
-    """A measurement, what the engine said it ran, and a remark on silent episodes and on answers without a check.
-
-    `answer_logprob` is the engine's log-probability of a right answer, nats, the mean over texts; None without any.
-    """
+    """`answer_logprob`: the engine's mean log-probability of a right answer, nats a text; None without any."""
 
     measurement: Measurement
     engine: dict[str, object]
@@ -62,14 +54,9 @@ class Answered:
 def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress: Progress) -> Answered:
     """Ask the policy of `config.model` in the precision of `config`.
 
-    Scales of an FP8 cache are calibrated on the first `rollout.prompts_per_step` of the prompts that are asked.
-    `progress` hears of completions, and may raise to end it.
-
-    Raises:
-        UserError: the model cannot be loaded, a prompt does not fit, in no episode the policy spoke, or not one answer
-            could be checked.
-        SyncError: the engine does not hold or run what it should.
-    """
+    Scales of an FP8 cache are calibrated on the first `rollout.prompts_per_step` of the prompts that are asked. Raises
+    UserError: model or prompts cannot be used, the policy never spoke, or no answer could be checked. Raises SyncError:
+    the engine does not hold or run what it should."""
     base = build_base(config)
     check_stop_strings(config, base.tokenizer)
     positions = longest_row(config, base.arch)
@@ -117,7 +104,6 @@ def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: l
 
 
 def _answer_logprob(engine: RolloutEngine, config: RunConfig, texts: Sequence[Text], positions: int) -> float | None:
-    """Of right answers that an engine can score: with their prompts no longer than a prompt may be."""
     longest = longest_prompt(config, positions)
     fitting = [text for text in texts if text.answer and len(text.prompt) + len(text.answer) - 1 <= longest]
     probes = [Probe((*text.prompt, *text.answer[:i]), token) for text in fitting for i, token in enumerate(text.answer)]

@@ -22,9 +22,9 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales, PromptGroup, sample_seed
 from fp8core.run.build import BaseModel, build_base, build_engine, build_local_trainer
-from fp8core.run.checks.settings import refuse_truncation
-from fp8core.run.player import EpisodePlayer
-from fp8core.run.scales import scales_of
+from fp8core.run.episodes import EpisodePlayer
+from fp8core.run.refusals import refuse_truncation
+from fp8core.run.scoring import scales_of
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER, POLICY
 from fp8core.store.ledger import LedgerView
@@ -45,7 +45,6 @@ class Subject:
         return 2 * len(units_of(self.arch, by)) + 2
 
     def bisected(self, against: Against, by: Granularity) -> Bisection:
-        """`precision.rollout` of the configuration as the suspect, with another precision for the reference."""
         contract, layers = self.config.precision, self.arch.num_layers
         return bisect(
             self.arch,
@@ -57,7 +56,6 @@ class Subject:
 
 
 def _reference_side(against: Against, contract: PrecisionContract, num_layers: int) -> Formats:
-    """Linears and cache in one precision, whatever layers the run keeps in BF16."""
     if against == "fp32":
         return reference_formats(num_layers)
     return rollout_formats(
@@ -67,16 +65,9 @@ def _reference_side(against: Against, contract: PrecisionContract, num_layers: i
 
 
 def run_subject(config: RunConfig, folder: Path, prompts: int) -> Subject:
-    """The policy of a run's last checkpoint on the rollouts of its step, with the scales that its next step would use.
+    """The policy of a run's last checkpoint on the first `prompts` of its step, with the scales of the next step.
 
-    Args:
-        config: of the run; it may be scored in another precision than it was trained in.
-        prompts: of the step, from the first on.
-
-    Raises:
-        UserError: the run has no checkpoint.
-        StoredFileError: the checkpoint or an artifact is damaged.
-    """
+    Raises UserError: the run has no checkpoint; StoredFileError: the checkpoint or an artifact is damaged."""
     ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
     kept = [entry for entry in ledger.checkpoints() if (folder / entry.uri).is_dir()]
     if not kept:
@@ -99,12 +90,8 @@ def run_subject(config: RunConfig, folder: Path, prompts: int) -> Subject:
 def checkpoint_subject(config: RunConfig, prompts: int) -> Subject:
     """The policy of `config.model` on completions of its own, one a prompt, in the suspect's precision.
 
-    Scales are calibrated on the prompts. Completions are sampled from the distribution of a run. They are scored under
-    whole distributions: those of the other side might leave out what was sampled.
-
-    Raises:
-        UserError: the model or its prompts cannot be used, or engine and trainer might truncate differently.
-    """
+    Scales are calibrated on the prompts. Raises UserError: the model or its prompts cannot be used, or engine and
+    trainer might truncate differently."""
     refuse_truncation(config)
     source, base = build_source(config.data, config.evaluation), build_base(config)
     problems = source.training(0, prompts, config.seed)
@@ -118,14 +105,13 @@ def checkpoint_subject(config: RunConfig, prompts: int) -> Subject:
 
 
 def sequences_of(rollouts: Sequence[Mapping[str, Any]]) -> TokenBatch:
-    """Rows of kind `rollouts` as tokens; what the policy did not write is context."""
     batch = TokenBatch.of([row["prompt_tokens"] for row in rollouts], [row["tokens"] for row in rollouts])
     written = torch.tensor([flag for row in rollouts for flag in row["written"]])
     return replace(batch, completion=batch.completion.masked_scatter(batch.completion, written))
 
 
 def _alone(config: RunConfig) -> RunConfig:
-    """The configuration for a whole policy in this process, whatever grid shared it, which is scored as it is."""
+    """The configuration for a whole policy in this process, whatever grid shared it."""
     training = without_adapters(config).training
     return config.model_copy(update={"training": trainer_of(training).alone(training)})
 

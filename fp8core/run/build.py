@@ -1,14 +1,16 @@
 """From a configuration to live parts: the one place where models, trainers and engines are built."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.data import CHAIN_VOCABULARY
-from fp8core.config.derived import sft_config, teacher_config
+from fp8core.config.derived import sft_config, sft_training, teacher_config
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import ALPHABET, EOS
@@ -26,67 +28,90 @@ from fp8core.models.tensor_source import TensorSource
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.processes.host import Limits
 from fp8core.rollout.engine import RolloutEngine
-from fp8core.rollout.registry import engine_entry
-from fp8core.run.checks.machine import check_shape
-from fp8core.run.machine import engine_environment, members_node, wants_gpus
+from fp8core.rollout.registry import engine_entry, longest_row
 from fp8core.training.ranks import ALONE
-from fp8core.training.registry import trainer_of
+from fp8core.training.registry import packages_of, trainer_of
 from fp8core.training.trainer import LocalTrainer, SftTrainer, Trainer
 
 if TYPE_CHECKING:
     from fp8core.cluster.workers import Cluster
 
 
+def members_node(config: RunConfig) -> Node:
+    """The machine that engines and trainers compute on: a node of the cluster at `cluster.address`, or this one.
+
+    Raises UserError: Ray is needed and not installed, nothing answers at the address, or the cluster is too small."""
+    if config.cluster.used and find_spec("ray") is None:
+        raise UserError("cluster: several engines or ranks need Ray (pip install 'fp8-grpo[ray]')")
+    if config.cluster.address is None:
+        return this_node(packages_of(config))
+    from fp8core.cluster import connection
+
+    shared = engine_entry(config).tensor_parallel(config)
+    return connection.ask_node(config.cluster, shared, wants_gpus(config), packages_of(config))
+
+
+def wants_gpus(config: RunConfig) -> bool:
+    return engine_entry(config).gpus(config) > 0 or trainer_of(config.training).grid(config) is not None
+
+
+def engine_environment(config: RunConfig, node: Node) -> Environment:
+    trainer, engine = trainer_of(config.training).environment(config), engine_entry(config).environment(config, node)
+    required = dict(trainer.required)
+    if config.warm_start is not None:
+        warm = config.model_copy(update={"training": sft_training(config)})
+        required |= trainer_of(warm.training).environment(warm).required
+    return Environment({**required, **engine.required}, {**trainer.suggested, **engine.suggested})
+
+
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that a run starts from.
+    """The model that a run starts from; without a checkpoint it is random, and its policy is made by the warm start.
 
-    `tensors` are random for a model from scratch; its policy is made by the warm start. A run on a cluster has a
-    `TensorSource` of them. `dequantised` of them were stored in block FP8.
-    """
-
-    arch: Architecture
-    tensors: Mapping[str, Tensor]
-    tokenizer: Tokenizer
-    revision: str | None
-    dequantised: int = 0
-
-
-def build_base(config: RunConfig) -> BaseModel:
-    """Load the checkpoint, or draw a decoder from scratch with a tokenizer of single characters.
-
-    Raises:
-        UserError: the checkpoint is missing or broken, or the contract keeps more BF16 layers than there are, or a
-            dense model was to replay its choice of experts.
-    """
-    found = find_base(config)
-    if found.checkpoint is None:
-        initial = InitialWeights(found.arch, config.seed)
-        tensors: Mapping[str, Tensor] = initial if config.cluster.used else dict(initial)
-        return BaseModel(found.arch, tensors, found.tokenizer, found.revision)
-    # This process holds no weights where ranks do.
-    tensors = found.checkpoint.source() if config.cluster.used else found.checkpoint.load().tensors
-    return BaseModel(found.arch, tensors, found.tokenizer, found.revision, len(found.checkpoint.codes))
-
-
-class FoundModel(NamedTuple):
-    """The model that a run starts from, without weights; `checkpoint` is None for one from scratch."""
+    `tensors` are empty where weights are not needed; a run on a cluster has a `TensorSource`."""
 
     arch: Architecture
     tokenizer: Tokenizer
     checkpoint: StoredCheckpoint | None
     revision: str | None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def find_base(config: RunConfig) -> FoundModel:
-    """The model of a configuration, which fits it. Raises UserError as `build_base` does, whatever the weights are."""
+def build_base(config: RunConfig) -> BaseModel:
+    """Load the checkpoint, or draw a decoder from scratch. Raises UserError: as `find_base`, or weights are broken."""
+    base = find_base(config)
+    if base.checkpoint is None:
+        initial = InitialWeights(base.arch, config.seed)
+        return replace(base, tensors=initial if config.cluster.used else dict(initial))
+    # This process holds no weights where ranks do.
+    return replace(base, tensors=base.checkpoint.source() if config.cluster.used else base.checkpoint.load().tensors)
+
+
+def find_base(config: RunConfig) -> BaseModel:
+    """The model of a configuration. Raises UserError: the checkpoint is missing or broken, or does not fit."""
     base = _from_scratch(config) if config.model is None else _from_checkpoint(config, config.model)
     check_shape(config, base.arch)
     return base
 
 
+def check_shape(config: RunConfig, arch: Architecture) -> None:
+    kept = config.precision.bf16_first_layers + config.precision.bf16_last_layers
+    if kept > arch.num_layers:
+        raise UserError(
+            f"precision.bf16_first_layers + bf16_last_layers = {kept}, but the model has {arch.num_layers} layers"
+        )
+    if config.rollout.router_replay and not arch.sparse_layers:
+        raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
+    refuse(trainer_of(config.training).check_model(config, arch))
+    refuse(engine_entry(config).check_model(config, arch))
+    if (asked := config.rollout.max_new_tokens) >= (positions := longest_row(config, arch)):
+        raise UserError(
+            f"rollout.max_new_tokens={asked}: no prompt fits beside it into the {positions} positions of model and "
+            "engine; lower it"
+        )
+
+
 def open_cluster(config: RunConfig) -> "Cluster | None":
-    """The processes of engines and ranks; None where both lie in this process (errors: `cluster.gang.Gang`)."""
     if not config.cluster.used:
         return None
     from fp8core.cluster.workers import Cluster
@@ -97,10 +122,7 @@ def open_cluster(config: RunConfig) -> "Cluster | None":
 def build_trainer(
     config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], cluster: "Cluster | None" = None
 ) -> Trainer:
-    """A trainer that starts from the given weights, in this process or on the ranks of a cluster.
-
-    Ranks make the weights themselves, from a `TensorSource`.
-    """
+    """A trainer in this process, or on the ranks of a cluster, which make the weights from a `TensorSource`."""
     if cluster is not None:
         assert isinstance(masters, TensorSource), "nothing hands weights to ranks"
         return cluster.build_trainer(config, arch, masters)
@@ -114,8 +136,7 @@ def build_local_trainer(config: RunConfig, arch: Architecture, masters: Mapping[
 def build_sft_trainer(
     config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor], cluster: "Cluster | None" = None
 ) -> SftTrainer | None:
-    """The trainer of a warm start, in BF16 whatever the contract, so that all start from one policy; None where
-    `sft.ReferenceSftTrainer` trains. It computes in this process, or on rank 0 of the cluster at `cluster.address`."""
+    """The trainer of a warm start, in BF16 whatever the contract; None where `sft.ReferenceSftTrainer` trains."""
     settings = sft_config(config)
     if (build := trainer_of(settings.training).build_sft) is None:
         return None
@@ -126,21 +147,15 @@ def build_sft_trainer(
 
 
 def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | None" = None) -> Trainer:
-    """The teacher of `loss.distillation`, ready to score: a torch trainer in BF16, or in FP32 where the run trains so.
-
-    Without FP8 it needs no scales of its own, and a teacher is to be read as exactly as it can be.
-
-    Raises:
-        UserError: as `find_teacher`; or weights are broken.
-    """
+    """The teacher of `loss.distillation`, in BF16 or FP32. Raises UserError: as `find_teacher`; or weights are
+    broken."""
     teacher, scoring = find_teacher(config, tokenizer), teacher_config(config)
     tensors = teacher.load().tensors if cluster is None else teacher.source()
     return build_trainer(scoring, teacher.architecture, tensors, cluster)
 
 
 def find_teacher(config: RunConfig, tokenizer: Tokenizer) -> StoredCheckpoint:
-    """The teacher without its weights. Raises UserError: the checkpoint of `loss.distillation.teacher` is missing or
-    broken, has another vocabulary, or is of a model that the torch trainer does not have."""
+    """The teacher without its weights. Raises UserError: it is missing or broken, or has another vocabulary."""
     settings, scoring = config.loss.distillation, teacher_config(config)
     assert settings.teacher is not None, "the pipeline was checked"
     key = "loss.distillation.teacher"
@@ -163,20 +178,17 @@ def find_teacher(config: RunConfig, tokenizer: Tokenizer) -> StoredCheckpoint:
 
 
 def build_engine(config: RunConfig, arch: Architecture, cluster: "Cluster | None" = None) -> RolloutEngine:
-    """A rollout engine without weights, in this process or one in each engine's process of a cluster."""
     if cluster is not None:
         return cluster.build_engine(config, arch)
     return engine_entry(config).build(config, arch)
 
 
 def build_environment(config: EnvironmentConfig) -> EnvironmentPool:
-    """The environment that a configuration names, in processes of its own.
-    Raises UserError: it cannot be loaded, or not with these options."""
     limits = Limits(config.timeout_seconds, config.cpu_seconds, config.memory_mb)
     return EnvironmentPool(config.name, config.options, limits, config.at_once)
 
 
-def _from_scratch(config: RunConfig) -> FoundModel:
+def _from_scratch(config: RunConfig) -> BaseModel:
     assert config.architecture is not None, "RunConfig demands a model or an architecture"
     if config.data.source != "chain":
         raise UserError(
@@ -186,10 +198,10 @@ def _from_scratch(config: RunConfig) -> FoundModel:
     # The marks of tool calls, and what a calculator reads besides.
     alphabet = ALPHABET if config.environment is None else f"{ALPHABET}[]()"
     tokenizer = character_tokenizer(alphabet, CHAIN_VOCABULARY, EOS)
-    return FoundModel(arch, tokenizer, checkpoint=None, revision=None)
+    return BaseModel(arch, tokenizer, checkpoint=None, revision=None)
 
 
-def _from_checkpoint(config: RunConfig, model: str) -> FoundModel:
+def _from_checkpoint(config: RunConfig, model: str) -> BaseModel:
     if config.warm_start is not None and config.warm_start.demonstrations is None:
         raise UserError(
             "warm_start on the chain task's demonstrations is for a model from scratch; for a checkpoint set "
@@ -197,4 +209,4 @@ def _from_checkpoint(config: RunConfig, model: str) -> FoundModel:
         )
     resolved = resolve_model(model, config.revision)
     checkpoint = find_checkpoint(Path(resolved.folder))
-    return FoundModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, resolved.revision)
+    return BaseModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, resolved.revision)

@@ -1,15 +1,16 @@
 """Weights and optimiser on disk, and the policy as a Hugging Face folder beside them."""
 
+import gc
 import shutil
 import time
+from pathlib import Path
 
 from safetensors import SafetensorError
 
 from fp8core.durable import folder_digest, partial_folder, remove_folder, sync_path, why_not_written
 from fp8core.errors import StoredFileError, UserError
-from fp8core.run.context import RunContext, gc_unfrozen
+from fp8core.run.context import RunContext, gc_freeze, gc_unfreeze
 from fp8core.run.policy import initial_trainer
-from fp8core.store.checkpoints import held_policy, last_written
 from fp8core.store.gc import kept_steps, metric_values
 from fp8core.store.layout import POLICY, checkpoint_place
 from fp8core.store.ledger import START, CheckpointEntry
@@ -18,42 +19,23 @@ from fp8core.training.saved_state import check_checkpoint
 
 
 def checkpoint_due(run: RunContext, index: int) -> bool:
-    """Every `checkpoint.every` iterations, and after the last."""
     return index % run.config.checkpoint.every == 0 or index == run.config.steps
 
 
-def missing_checkpoint(run: RunContext) -> int | None:
-    """The last committed iteration, when its checkpoint was due and there is none to resume from; else None."""
-    last = _beyond_checkpoints(run)
-    return last if last is not None and checkpoint_due(run, last) else None
-
-
 def unsaved_step(run: RunContext) -> int | None:
-    """The last committed iteration, when no checkpoint holds its policy and the trainer still does; else None."""
-    last = _beyond_checkpoints(run)
-    return last if last is not None and run.ready_trainer().version == last else None
-
-
-def _beyond_checkpoints(run: RunContext) -> int | None:
     """The last committed iteration, when no checkpoint of it can be resumed from; else None."""
-    last, newest = run.directory.ledger.last_step(), next(last_written(run.directory.ledger), None)
-    entered = START if newest is None else newest.step
-    if last is None or last < entered or last == START:
-        return None
-    return None if newest is not None and last == entered and _is_resumable(run, newest) else last
-
-
-def _is_resumable(run: RunContext, entry: CheckpointEntry) -> bool:
-    """Its files were read when the run was restored: they may be large, and are not read again at every stop."""
-    held = held_policy(run.directory.ledger, run.directory.store, entry)
-    return held is not None and entry.step not in run.lost_checkpoints and run.directory.checkpoint(entry).is_dir()
+    ledger = run.directory.ledger
+    last, newest = ledger.last_step(), next(iter(ledger.last_checkpoints()), None)
+    if last is None or last == START or newest is None or newest.step < last:
+        return last or None
+    # Its files were read when the run was restored: they may be large, and are not read again at every stop.
+    is_resumable = newest.step not in run.lost_checkpoints and run.directory.checkpoint(newest).is_dir()
+    return None if newest.step > last or (is_resumable and ledger.held_policy(newest) is not None) else last
 
 
 def save_state(run: RunContext, index: int) -> None:
-    """Write `checkpoints/<step>/`, enter it in the ledger, and remove older checkpoints that nothing keeps.
-
-    The folder holds the trainer's state, and in `policy/` the BF16 policy in the Hugging Face layout.
-    """
+    """Write `checkpoints/<step>/` with the trainer's state and the BF16 policy, and remove older ones that nothing
+    keeps."""
     began = time.perf_counter()
     uri = checkpoint_place(index)
     folder = run.directory.path / uri
@@ -84,43 +66,31 @@ def save_state(run: RunContext, index: int) -> None:
 
 
 def load_state(run: RunContext, version: int) -> None:
-    """Put the trainer at the newest policy up to `version` whose checkpoint matches the ledger, else at policy 0.
-
-    A checkpoint that should be there and is missing or damaged is named on the console.
-    """
-    count = 0
-    for count, entry in enumerate(last_written(run.directory.ledger), start=1):
+    """Put the trainer at the newest policy up to `version` whose checkpoint matches the ledger, else at policy 0."""
+    entries = run.directory.ledger.last_checkpoints()
+    for entry in entries:
+        place = run.directory.checkpoint(entry)
         if entry.step <= version:
-            problem = _load(run, entry)
+            problem = _load(run, entry, place)
             if problem is None:
                 run.lost_checkpoints.discard(entry.step)
                 return
             run.lost_checkpoints.add(entry.step)
-            place = run.directory.checkpoint(entry)
-            if place.is_dir() or not _is_pruned(run, entry, count - 1):
+            if place.is_dir():
                 run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
-    if not count and run.ready_trainer().version == START:
+    if not entries and run.ready_trainer().version == START:
         return
     run.ready_trainer().close()
     run.trainer = None  # There may be no room for two.
-    with gc_unfrozen():
-        run.trainer = initial_trainer(run)
+    gc_unfreeze()
+    gc.collect()
+    run.trainer = initial_trainer(run)
+    gc_freeze()
 
 
-def _is_pruned(run: RunContext, entry: CheckpointEntry, later: int) -> bool:
-    """True of one that as many later ones have replaced as are kept beside the newest.
-
-    A replay's ledger, of which `later` is the count, ends early: that of the run which it makes again has them all.
-    """
-    if run.replayed is not None:
-        later = sum(other.step > entry.step for other in last_written(run.replayed.ledger))
-    return later > run.config.checkpoint.keep
-
-
-def _load(run: RunContext, entry: CheckpointEntry) -> str | None:
-    """Load a checkpoint; returns what forbids it, None when it is loaded."""
-    folder = run.directory.checkpoint(entry)
-    if held_policy(run.directory.ledger, run.directory.store, entry) is None:
+def _load(run: RunContext, entry: CheckpointEntry, folder: Path) -> str | None:
+    """Returns what forbids a checkpoint, None when it is loaded."""
+    if run.directory.ledger.held_policy(entry) is None:
         return "the checkpoint holds another policy than the run went on from"
     if not folder.is_dir():
         return "the checkpoint is missing"
@@ -138,10 +108,8 @@ def _load(run: RunContext, entry: CheckpointEntry) -> str | None:
 
 
 def _prune(run: RunContext, index: int) -> None:
-    """The last `checkpoint.keep` + 1 checkpoints stay, and those of the steps that `artifacts.keep` names.
-
-    So do those from which every policy follows that a resumed run scores tokens with, now and later.
-    """
+    """Keep `checkpoint.keep` + 1 checkpoints, those of `artifacts.keep`, and what policies are rebuilt from that score
+    tokens."""
     folders = checkpoint_folders(run.directory.path)
     older = [*folders][: -(run.config.checkpoint.keep + 1)]
     if run.config.pipeline.reach:
@@ -158,13 +126,7 @@ def _kept_steps(run: RunContext, index: int) -> set[int]:
     keep, ledger = run.config.artifacts.keep, run.directory.ledger
     if keep is None:
         return set()
-    if keep.best is None:
-        return kept_steps(keep, range(index + 1), {})
-    metric = keep.best.metric
-    values = metric_values(ledger, run.directory.store, metric)
-    # Held-out metrics begin with the first evaluation; no step before it can be the best.
-    due = index >= run.config.evaluation.every or not metric.startswith("reward/heldout_")
-    if due and not values:
-        run.console.note(f"artifacts.keep.best.metric: no step has {metric} yet; all checkpoints stay")
+    values = {} if keep.best is None else metric_values(ledger, run.directory.store, keep.best.metric)
+    if keep.best is not None and not values:
         return {*range(index + 1)}
     return kept_steps(keep, range(index + 1), values)

@@ -52,7 +52,7 @@ _RATE = 1e-4
 
 
 class Compiled(NamedTuple):
-    """Numbers of a compilation: of its `jobs`, `done` were compiled now and the others before; `kernels` are new."""
+    """Of the `jobs` of a compilation, `done` were compiled now and the others before; `kernels` are new."""
 
     jobs: int
     done: int
@@ -78,9 +78,8 @@ def compile_kernels(
 ) -> Compiled:
     """Compile the kernels that are missing, on all processors; `meanwhile` is done in this process if there are any.
 
-    The environment of the engine is set. `progress` hears how many jobs of how many are done. Raises UserError: there
-    are kernels to compile and no GPU that they are for, or one of them cannot be compiled.
-    """
+    `progress` hears how many jobs of how many are done. Raises UserError: there is no GPU that they are for, or one of
+    them cannot be compiled."""
     arch, began = model_shape(config), time.perf_counter()
     if not needs_kernels(config, arch):
         return Compiled(0, 0, 0, 0.0)
@@ -119,7 +118,6 @@ def product_job(product: Product, folders: KernelFolders) -> Job:
 
 
 def _operation_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders) -> Iterator[Job]:
-    """Kernels that depend on a number of tokens in other ways than by a pack's length."""
     entry, packs = engine_entry(config), trainer_of(config.training).packs(config, arch)
     if config.precision.training.linear == "fp8_block":
         arch = with_whole_tiles(arch)
@@ -135,7 +133,6 @@ def _operation_jobs(config: RunConfig, arch: Architecture, folders: KernelFolder
 
 
 def _trainer_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders) -> Iterator[Job]:
-    """The shortest and the longest pack, through what a trainer does with packs."""
     packs = trainer_of(config.training).packs(config, arch)
     if not packs:
         return
@@ -186,7 +183,6 @@ def sweep_gradients(arch: Architecture, packs: range, device: str = "cuda") -> N
 
 
 def score(config: RunConfig, arch: Architecture, packs: Sequence[int]) -> None:
-    """Calibrate, score and export as a training does, with packs of so many tokens."""
     short = _short(config, arch)
     with closing(build_trainer(_plain(config), short, _zeros(short))) as trainer:
         for tokens in packs:
@@ -211,7 +207,6 @@ def learn(config: RunConfig, arch: Architecture, packs: Sequence[int]) -> None:
 
 
 def warm_up(config: RunConfig, arch: Architecture, packs: Sequence[int]) -> None:
-    """Update the policy as the warm start does, from packs of so many tokens."""
     short = _short(config, arch)
     trainer = build_sft_trainer(_plain(config), short, _zeros(short))
     assert trainer is not None, "what has packs trains the warm start"
@@ -226,7 +221,6 @@ def _qkv_width(arch: Architecture) -> int:
 
 
 def _plain(config: RunConfig) -> RunConfig:
-    """Without a loss, a correction or minibatches, which torch computes."""
     training = config.training.model_copy(update={"minibatches": 1})
     plain = {"loss": LossConfig(), "correction": CorrectionConfig(method="none"), "training": training}
     return config.model_copy(update=plain)

@@ -2,8 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from fp8core.config.run import RunConfig
 from fp8core.config.step_graph import StepGraph
 from fp8core.data.prompt import PromptSource
 from fp8core.environments.pool import EnvironmentPool
-from fp8core.kernels.compilation import KernelFolders
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
@@ -32,25 +30,9 @@ if TYPE_CHECKING:
     from fp8core.run.policy import KeptPolicy
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """The run that a replay makes again.
-
-    `ledger`: choices that depended on timing are read in it. `environment`: the description of its environment, whose
-    recorded answers are taken; None: it runs again, or there is none.
-    """
-
-    ledger: LedgerView
-    environment: Mapping[str, JsonValue] | None
-
-
 @dataclass
 class RunContext:
-    """One training in this process.
-
-    `trainer` and `engine` exist once the initial policy does (`run.start`); before that they are None. `probes` are the
-    tokens that both sides score at every sync (`run.policy`), drawn at the first.
-    """
+    """One training in this process. `trainer` and `engine` are None until the initial policy exists (`run.start`)."""
 
     config: RunConfig
     config_digest: str
@@ -76,34 +58,20 @@ class RunContext:
     loss_source: str | None = None
     """Digest of the file of a policy loss of the user's own, as the run began with it."""
     kept_policies: "dict[int, KeptPolicy]" = field(default_factory=dict, repr=False)
-    """By version, those that wrote what a step may still learn from (`run.behaviour`)."""
+    """By version, those that wrote what a step may still learn from (`run.recompute`)."""
     lost_checkpoints: set[int] = field(default_factory=set, repr=False)
     """Steps whose checkpoint could not be loaded: missing, damaged, or of a policy that was replaced."""
-    replayed: "Replayed | None" = field(default=None, repr=False)
+    replayed: LedgerView | None = field(default=None, repr=False)
+    """The ledger of the run that a replay makes again: it has choices that depended on timing, and answers."""
     environment: EnvironmentPool | None = field(default=None, repr=False)
-    """What answers episodes; None without `environment`, and in a replay that takes the recorded answers."""
+    """What answers episodes; None without `environment`, and in a replay, which takes the recorded answers."""
     environment_description: Mapping[str, JsonValue] = field(default_factory=dict)
-    environment_seconds: dict[int, dict[str, list[float]]] = field(default_factory=dict, repr=False)
-    """By step and episode (step of its prompt/group/sample), what each answer took that came in the step."""
+    environment_seconds: dict[int, list[float]] = field(default_factory=dict, repr=False)
+    """By step, what each answer of an environment took."""
     halted: threading.Event = field(default_factory=threading.Event, repr=False)
     """Set when a task of the step failed or the run was interrupted: parallel tasks must stop."""
-    kernels: KernelFolders | None = field(default=None, repr=False)
-    """Where kernels are kept, of a run that compiles them."""
-    kept_kernels: int = 0
-
-    @property
-    def takes_recorded(self) -> bool:
-        return self.replayed is not None and self.replayed.environment is not None
-
-    def new_kernels(self) -> int | None:
-        """Kernels that are kept now and were not at the last call, whoever compiled them; None where none are."""
-        if self.kernels is None:
-            return None
-        before, self.kept_kernels = self.kept_kernels, self.kernels.count()
-        return max(0, self.kept_kernels - before)
 
     def refuse_halted(self) -> None:
-        """Raises RuntimeError: a task beside the caller has failed, or the run was interrupted."""
         if self.halted.is_set():
             raise RuntimeError("another task of the step has failed")
 
@@ -120,10 +88,7 @@ class RunContext:
         self.cluster.gang.check_shared(self.directory.path)
 
     def initial_policy(self) -> Mapping[str, Tensor]:
-        """Weights of policy 0: what the warm start made, which is read in its file, or `base`.
-
-        Raises StoredFileError: what the warm start stored is damaged, or of another model.
-        """
+        """Weights of policy 0: of the warm start, or `base`. Raises StoredFileError: damaged, or of another model."""
         ref = self.directory.ledger.tasks(START)["warm_start"].outputs.get("weights")
         if ref is None:
             return self.base
@@ -140,10 +105,6 @@ class RunContext:
         return self.engine
 
     def sleep_engine(self) -> None:
-        """Leave the device to a trainer until the next sync: its options say whether the engine sleeps.
-
-        A run that was restored has an engine that is awake, also where its rollout is stored.
-        """
         if self.config.pipeline.in_turn:
             self.ready_engine().sleep()
 
@@ -157,14 +118,13 @@ def register(run: RunContext) -> None:
 
 
 def live_run(path: Path) -> RunContext:
-    """The run of a folder. Torch's thread count belongs to a thread, so it is set for the caller's."""
     run = _live[path]
     torch.set_num_threads(run.config.threads)
     return run
 
 
 def release(path: Path) -> None:
-    """Close engine and trainers and forget the run; unknown paths are ignored. The opener of the folder closes it."""
+    """Close engine and trainers and forget the run; unknown paths are ignored."""
     run = _live.pop(path, None)
     if run is None:
         return
@@ -179,25 +139,11 @@ def release(path: Path) -> None:
 
 
 def gc_freeze() -> None:
-    """Exclude all present objects from garbage collection; call it once the long-lived parts are built.
-
-    Later reference counts still free them, except for cycles: those wait for `gc_unfreeze`. Garbage is collected first
-    where there is a GPU, whose memory must not wait. Elsewhere a collection would only delay a start.
-    """
+    """Exclude the long-lived parts from garbage collection; on a GPU, garbage is collected first."""
     if torch.cuda.is_available():
         gc.collect()
     gc.freeze()
 
 
 def gc_unfreeze() -> None:
-    """Return all objects to garbage collection; does nothing where nothing is frozen."""
     gc.unfreeze()
-
-
-@contextmanager
-def gc_unfrozen() -> Iterator[None]:
-    """Replace a long-lived part inside: what the caller dropped is freed before the block begins, cycles included."""
-    gc_unfreeze()
-    gc.collect()
-    yield
-    gc_freeze()

@@ -7,23 +7,35 @@ the finished tasks of the step that was cut under their keys and runs only the o
 import hashlib
 import importlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fp8core import durable
+from fp8core.alignment.bounds import unverifiable
 from fp8core.config.step_graph import PlannedStep
 from fp8core.config.steps import import_step
 from fp8core.durable import io_seconds
 from fp8core.errors import NotRecordedError, UserError, described_error, printable
 from fp8core.run.context import RunContext
 from fp8core.run.policy import SyncError
-from fp8core.store.artifacts import Ref
+from fp8core.run.rollouts import shards_of
+from fp8core.store.artifacts import Ref, contents
 from fp8core.store.json_text import canonical_json
-from fp8core.store.ledger import START, TaskEntry
+from fp8core.store.layout import manifest_place
+from fp8core.store.ledger import CARRIED_FROM, START, StepEntry, TaskEntry, stored_metrics
+from fp8core.store.manifest import (
+    StepManifest,
+    StepObservations,
+    StepRecord,
+    library_versions,
+    record_digest,
+)
 from fp8core.store.metrics import Interval
-from fp8core.store.start_tasks import CARRIED_FROM
 from fp8core.training.trainer import UpdateError
 
 
@@ -41,7 +53,6 @@ class TaskResult:
 
 
 def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[str, Ref]) -> TaskResult:
-    """Run a planned step of iteration `index` on its inputs (port -> reference) and commit its outputs."""
     function = import_step(planned.uses)
 
     def body() -> dict[str, Ref]:
@@ -59,7 +70,7 @@ def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[
 
 
 def finished_steps(run: RunContext, index: int, start: Mapping[str, Ref]) -> list[PlannedStep]:
-    """The steps of an iteration, in order, whose stored results `run_step` takes; `start` is what it starts from."""
+    """The steps of an iteration, in order, whose stored results `run_step` takes."""
     stored, artifacts, finished = run.directory.ledger.tasks(index), dict(start), list[PlannedStep]()
     for planned in run.graph.steps:
         if planned.name in stored and artifacts.keys() >= set(planned.inputs.values()):
@@ -89,17 +100,9 @@ def run_task(
 ) -> TaskResult:
     """Run `body` and commit its outputs, or return the entry that is stored under the same key.
 
-    A step that is committed stays as it is, whatever code runs now.
-
-    Args:
-        index: number of the step; 0 is what precedes the first iteration.
-        parts: what the task is a function of, besides the run's configuration and code.
-        body: makes the outputs, artifact name -> reference.
-
-    Raises:
-        UserError, UpdateError, SyncError, NotRecordedError: `body` raised them; with the step and the task.
-        StepError: `body` raised anything else.
-    """
+    A step that is committed stays as it is, whatever code runs now. `parts` is what the task is a function of, besides
+    the run's configuration and code. Raises UserError, UpdateError, SyncError, NotRecordedError: `body` raised them;
+    StepError: `body` raised anything else. All name step and task."""
     began = time.perf_counter()
     key = task_key(run, index, name, parts)
     stored = run.directory.ledger.tasks(index).get(name)
@@ -127,7 +130,6 @@ def _execute(run: RunContext, index: int, name: str, key: str, body: Callable[[]
 
 
 def attempt(place: str, body: Callable[[], dict[str, Ref]]) -> dict[str, Ref]:
-    """The result of `body`; an exception from it names the place (errors: `run_task`)."""
     try:
         return body()
     except (UserError, UpdateError, SyncError, NotRecordedError) as error:
@@ -150,9 +152,96 @@ def module_digest(name: str) -> str:
 
 
 def carried(run: RunContext, index: int) -> dict[str, Ref]:
-    """The artifacts that iteration `index` starts from: outputs of the one before it, or of step 0."""
     if index == START + 1:
         tasks = run.directory.ledger.tasks(START)
         return {artifact: tasks[CARRIED_FROM[artifact]].outputs[artifact] for artifact in run.graph.carries}
     before = run.directory.ledger.effective_outputs(index - 1)
     return {artifact: before[source] for artifact, source in run.graph.carries.items()}
+
+
+def commit_step(run: RunContext, index: int) -> None:
+    began = time.perf_counter()
+    manifest = _manifest(run, index)
+    ref = run.directory.store.put_json("manifest", manifest.model_dump(mode="json"))
+    durable.write_file(run.directory.path / manifest_place(index), f"{manifest.model_dump_json(indent=2)}\n".encode())
+    now, before = time.time_ns() // 1_000_000, run.directory.ledger.step(index - 1)
+    run.directory.ledger.append(
+        StepEntry(
+            step=index,
+            manifest=ref,
+            weights_digest=manifest.record.weights_digest,
+            # Later than the step before even when the machine's clock was set back in between.
+            committed_ms=now if before is None else max(now, before.committed_ms + 1),
+            seconds=time.perf_counter() - began,
+        )
+    )
+    shards_of(run, index).clear()
+
+
+def step_metrics(run: RunContext, index: int) -> dict[str, float]:
+    return stored_metrics(run.directory.ledger, run.directory.store, index)
+
+
+def _manifest(run: RunContext, index: int) -> StepManifest:
+    tasks = run.directory.ledger.tasks(index)
+    outputs = run.directory.ledger.artifacts(index)
+    available = outputs if index == START else {**carried(run, index), **outputs}
+    policy = available["policy" if index == START else run.graph.carries["policy"]]
+    scales = available["scales" if index == START else run.graph.carries["scales"]]
+    steps = run.graph.steps if index > START else ()
+    record = StepRecord(
+        step=index,
+        steps=run.config.steps,
+        predecessor=record_digest(stored_manifest(run, index - 1)) if index > START else None,
+        config_digest=run.config_digest,
+        code_version=run.code_version,
+        inputs={step.name: contents({port: available[name] for port, name in step.inputs.items()}) for step in steps},
+        outputs={name: contents(entry.outputs) for name, entry in tasks.items()},
+        model_revision=run.model_revision,
+        seeds={"run": run.config.seed, "step": index},
+        scales_digest=scales.digest,
+        precision=run.config.precision.model_dump(mode="json"),
+        executed={
+            "rollout": run.ready_engine().describe(),
+            "training": run.ready_trainer().describe(),
+            "reward": run.verifier.describe(),
+            **({"behaviour": "unverifiable"} if unverifiable(run.config) else {}),
+            **({} if run.loss_source is None else {"loss": {"source": run.loss_source}}),
+            **({"environment": dict(run.environment_description)} if run.environment_description else {}),
+        },
+        level=run.config.replay.level,
+        weights_digest=run.directory.store.get_json(policy)["weights_digest"],
+        versions=library_versions(),
+    )
+    observed = StepObservations(
+        timings={name: entry.seconds for name, entry in tasks.items()},
+        hardware=run.machine,
+        git=run.git,
+        paths={name: ref.uri for name, ref in outputs.items()},
+        cluster={} if run.cluster is None else run.cluster.places(),
+        environment=_percentiles(run.environment_seconds.pop(index, [])),
+    )
+    return StepManifest(record=record, observed=observed)
+
+
+def code_of(run: RunContext, index: int) -> str:
+    """The code version that made a step, or makes it."""
+    committed = run.directory.ledger.step(index) is not None
+    return stored_manifest(run, index).record.code_version if committed else run.code_version
+
+
+def stored_manifest(run: RunContext, index: int) -> StepManifest:
+    return run.directory.store.get_manifest(committed_step(run, index).manifest)
+
+
+def committed_step(run: RunContext, index: int) -> StepEntry:
+    entry = run.directory.ledger.step(index)
+    assert entry is not None, f"step {index} is not committed"
+    return entry
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    p50, p95 = np.percentile(seconds, [50, 95], method="nearest").tolist()
+    return {"answers": float(len(seconds)), "p50": p50, "p95": p95, "max": max(seconds)}

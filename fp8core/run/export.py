@@ -19,11 +19,11 @@ from fp8core.numerics.fingerprint import masters_digest
 from fp8core.report.console import Console
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin
-from fp8core.run.snapshot import RunSnapshot, scratch_folder, scratch_run
-from fp8core.store.checkpoints import is_intact
+from fp8core.run.replay import RunSnapshot, scratch_folder, scratch_run
+from fp8core.store.gc import is_intact
 from fp8core.store.json_text import StepNumber, parse_model
 from fp8core.store.layout import POLICY
-from fp8core.store.ledger import START, CheckpointEntry
+from fp8core.store.ledger import START, CheckpointEntry, weights_of
 from fp8core.training.saved_state import MASTERS, check_checkpoint, check_weights, read_tensors
 
 Format = Literal["bf16", "fp8", "peft"]
@@ -33,13 +33,10 @@ ORIGIN = "fp8_grpo.json"
 
 @dataclass(frozen=True)
 class ExportedPolicy:
-    """A policy on disk.
+    """A policy on disk, in BF16 as a Hugging Face folder.
 
-    Attributes:
-        folder: in BF16, as a Hugging Face folder.
-        weights_digest: of the FP32 weights that it was rounded from, or as `training.lora` has it.
-        state: folder that has the trainer's state, with the adapters, of a run that learns some.
-    """
+    `weights_digest` is of the FP32 weights that it was rounded from, or as `training.lora` has it. `state` has the
+    trainer's state, with the adapters, of a run that learns some."""
 
     folder: Path
     weights_digest: str
@@ -47,8 +44,6 @@ class ExportedPolicy:
 
 
 class Origin(BaseModel):
-    """The content of fp8_grpo.json."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Format
@@ -61,7 +56,6 @@ class Origin(BaseModel):
 
 
 def read_origin(folder: Path) -> Origin:
-    """Where an exported folder comes from. Raises StoredFileError: its fp8_grpo.json is missing or damaged."""
     path = folder / ORIGIN
     try:
         return parse_model(path.read_bytes(), Origin, path)
@@ -74,12 +68,8 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
     """The policy after a committed step: that of its checkpoint, else restored in a folder that goes with the block.
 
     Its weights have the digest of the step's record, computed anew, or that of a redo from which the run went on.
-
-    Raises:
-        UserError: the step is not committed, or what leads to its policy was removed or cannot be restored equal.
-        StoredFileError: its checkpoint is what the ledger says, and not a checkpoint, or of other weights.
-        RedoError: an update on the way came out different.
-    """
+    Raises UserError: what leads to it was removed, or cannot be restored equal. Raises StoredFileError: its checkpoint
+    is of other weights."""
     original.refuse_unknown(step)
     checkpoint = _checkpoint(original, step)
     if checkpoint is not None:
@@ -92,7 +82,7 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
     config = original.config(step)
     original.refuse_removed(step)
     with scratch_folder(original.folder, step + 1, config) as folder:
-        with scratch_run(config, original.folder, folder, console, original.environment(step)) as run:
+        with scratch_run(config, original, folder, step, console) as run:
             wanted = carried(run, step + 1)["policy"]
             begin(run)
             if carried(run, step + 1)["policy"] != wanted:
@@ -119,10 +109,9 @@ def export(
     target: Path,
     write: Callable[[Path], object],
 ) -> None:
-    """Write a policy and its origin to a folder that appears whole or not at all.
+    """Write a policy and its origin to a folder that appears whole or not at all; `write` makes the weights there.
 
-    `write` makes the folder that it is given, with the weights. Raises UserError: `target` exists or cannot be written.
-    """
+    Raises UserError: `target` exists or cannot be written."""
     refuse_existing(target)
     partial = target.absolute().with_name(f".{target.name}.export")
     try:
@@ -156,8 +145,7 @@ def refuse_format(config: RunConfig, format: Format) -> None:
 def write_adapter(policy: ExportedPolicy, config: RunConfig, target: Path) -> None:
     """Write the adapters of a policy as a folder that PEFT loads over the policy after step 0. Raises OSError.
 
-    That has the values of `model` in BF16, unless a warm start changed it. Then the folder names no base model.
-    """
+    After a warm start that is no published model, so the folder names none."""
     lora = config.training.lora
     assert lora is not None, "the format was checked"
     changed = config.warm_start is not None
@@ -182,20 +170,17 @@ def write_adapter(policy: ExportedPolicy, config: RunConfig, target: Path) -> No
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises UserError: there is something of this name already."""
     if target.exists() or target.is_symlink():
         raise UserError(f"{target}: already exists; an export is never written over something else")
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder, durably. Raises OSError."""
     shutil.copytree(source, target)
     for path in (*target.rglob("*"), target):
         sync_path(path)
 
 
 def _checkpoint(original: RunSnapshot, step: int) -> CheckpointEntry | None:
-    """The newest checkpoint of a step whose files match the ledger."""
     for entry in reversed(original.ledger.checkpoints()):
         folder = original.folder / entry.uri
         if entry.step == step and folder.is_dir() and is_intact(folder, entry.digest):
@@ -204,12 +189,9 @@ def _checkpoint(original: RunSnapshot, step: int) -> CheckpointEntry | None:
 
 
 def _refuse_other_weights(original: RunSnapshot, step: int, weights_digest: str) -> None:
-    """Raises StoredFileError: neither the record of a step nor a redo of it names these weights."""
-    redone = [ref for redo in original.ledger.redone(step).values() for ref in redo.outputs.values()]
-    again = [original.store.get_json(ref)["weights_digest"] for ref in redone if ref.kind == "policy"]
-    recorded = original.manifest(step).record.weights_digest
-    if weights_digest not in (recorded, *again):
+    recorded = weights_of(original.ledger, original.store, step)
+    if weights_digest not in recorded:
         raise StoredFileError(
-            f"run {original.folder.name}: the policy after step {step} has weights {weights_digest}, the record of the "
-            f"step has {recorded}"
+            f"run {original.folder.name}: the policy after step {step} has weights {weights_digest}, the ledger says "
+            f"{recorded[0]}"
         )

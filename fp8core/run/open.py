@@ -3,33 +3,31 @@
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from types import MappingProxyType
 
 import torch
+from pydantic import JsonValue
 
 from fp8core.config.load import config_digest
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.step_graph import StepGraph
 from fp8core.data.source import build_source, failed_answer
-from fp8core.environments.chat import tool_calls_of
 from fp8core.errors import UserError
 from fp8core.freed_memory import keep_freed_memory
-from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.user_loss import loss_source
-from fp8core.run.build import BaseModel, build_base, build_environment, open_cluster
-from fp8core.run.checks.continuation import other_code, refuse_other_data, refuse_other_run
-from fp8core.run.checks.inputs import check_new, check_opened, try_environment
-from fp8core.run.checks.machine import check_memory
-from fp8core.run.checks.settings import uncorrected_lag
-from fp8core.run.context import Replayed, RunContext, register, release
-from fp8core.run.machine import members_node, wants_gpus
+from fp8core.run.build import BaseModel, build_base, build_environment, members_node, open_cluster, wants_gpus
+from fp8core.run.context import RunContext, register, release
+from fp8core.run.continuation import other_code, refuse_other_data, refuse_other_run
+from fp8core.run.preflight import check_data, check_environment
+from fp8core.run.refusals import check_memory, uncorrected_lag
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import shards_of_steps
-from fp8core.store.ledger import SegmentEntry
+from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, current_code, git_state, hardware
 from fp8core.store.run_directory import RunDirectory
 from fp8core.training.lora import frozen_line
@@ -39,8 +37,7 @@ from fp8core.training.lora import frozen_line
 def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> Iterator[RunDirectory]:
     """The folder of a new or an existing run, locked, with its run.json; `new_code`: of other code, as a new segment.
 
-    Raises UserError: the folder is unwritable or in use, or the run has finished work of another configuration or code.
-    """
+    Raises UserError: it is unwritable or in use, or has finished work of another configuration or code."""
     with RunDirectory.create_or_open(config.runs.absolute() / name) as directory:
         described = directory.description()
         if described is not None:
@@ -57,25 +54,12 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
 
 
 def _notes(config: RunConfig, base: BaseModel) -> Iterator[str]:
-    """Lines for people about the model and the settings, once a process."""
-    if base.dequantised:
-        yield f"model={config.model}: {base.dequantised} weights in block FP8 are read as BF16"
+    if base.checkpoint is not None and (dequantised := len(base.checkpoint.codes)):
+        yield f"model={config.model}: {dequantised} weights in block FP8 are read as BF16"
     if (lora := config.training.lora) is not None:
         yield frozen_line(base.arch, lora)
     if (warning := uncorrected_lag(config)) is not None:
         yield warning
-
-
-def _segment(code_version: str, steps: int, data: str | None, left_out: int) -> SegmentEntry:
-    return SegmentEntry(
-        pid=os.getpid(),
-        host=socket.gethostname(),
-        code_version=code_version,
-        started=time.time(),
-        steps=steps,
-        data=data,
-        left_out=left_out,
-    )
 
 
 @contextmanager
@@ -84,16 +68,13 @@ def open_run(
     graph: StepGraph,
     directory: RunDirectory,
     console: Console,
-    kernels: KernelFolders | None = None,
-    replayed: Replayed | None = None,
+    replayed: LedgerView | None = None,
+    recorded_environment: Mapping[str, JsonValue] = MappingProxyType({}),
 ) -> Iterator[RunContext]:
     """Everything that is alive in a run's folder, reachable for tasks (`context.live_run`) while the block lasts.
 
-    New files in `kernels` are counted. Data and model of a replay were checked when its run began, and the comparison
-    shows prompts that differ.
-
-    Raises UserError: model, data or verifier cannot be loaded or do not fit into memory, or a row is of no use.
-    """
+    A replay gives the ledger of its run and the description of the environment there, whose recorded answers it takes.
+    Raises UserError: model, data or verifier cannot be used, or do not fit into memory."""
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
     check_memory(config, members_node(config), directory.ledger)
     with ExitStack() as parts:
@@ -105,26 +86,34 @@ def open_run(
             base = build_base(config)
         verifier = parts.enter_context(closing(build_verifier(config.reward)))
         with console.part("checking the data"):
-            (source, left_out, remark), teacher = check_opened(config, base, source, verifier)
+            source, left_out, remark = check_data(config, base, source, verifier)
         for note in (*_notes(config, base), *filter(None, [remark])):
             console.note(note)
         data = source.digest()
         if replayed is None:
             refuse_other_data(config, directory.ledger, data)
-        is_new = replayed is None and not directory.ledger.holds_work()
-        if is_new:
-            check_new(config, base, source, teacher)
-            if (failure := failed_answer(next(iter(source.to_check())), config, verifier)) is not None:
+        if replayed is None and not directory.ledger.holds_work():
+            first = next(iter(source.to_check()))
+            if (failure := failed_answer(first, config, verifier)) is not None:
                 console.note(failure)
-        environment, described = None, {} if replayed is None else {**(replayed.environment or {})}
-        if config.environment is not None:
-            tool_calls_of(config.environment, base.tokenizer)
-            if replayed is None or replayed.environment is None:
-                environment = parts.enter_context(closing(build_environment(config.environment)))
-                try_environment(environment, config, base, list(source.to_check()), console, is_new=is_new)
-                described = {**environment.description}
+        environment, described = None, recorded_environment
+        if config.environment is not None and replayed is None:
+            environment = parts.enter_context(closing(build_environment(config.environment)))
+            if (remark := check_environment(environment, config, base, list(source.to_check()))) is not None:
+                console.note(remark)
+            described = environment.description
         version = current_code()
-        directory.ledger.append(_segment(version, config.steps, data, left_out))
+        directory.ledger.append(
+            SegmentEntry(
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                code_version=version,
+                started=time.time(),
+                steps=config.steps,
+                data=data,
+                left_out=left_out,
+            )
+        )
         run = RunContext(
             config=config,
             config_digest=config_digest(config),
@@ -145,8 +134,6 @@ def open_run(
             environment=environment,
             environment_description=described,
             replayed=replayed,
-            kernels=kernels,
-            kept_kernels=0 if kernels is None else kernels.count(),
         )
         register(run)
         torch.set_num_threads(config.threads)

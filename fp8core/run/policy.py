@@ -32,10 +32,7 @@ class SyncError(RuntimeError):
 
 
 def initial_trainer(run: RunContext) -> Trainer:
-    """A trainer that starts from policy 0, in this process or on the ranks of a cluster.
-
-    Raises StoredFileError: ranks, which make the weights themselves, have other ones.
-    """
+    """A trainer that starts from policy 0. Raises StoredFileError: the ranks of a cluster start from other weights."""
     weights = run.initial_policy()
     if run.cluster is None:
         return build_trainer(run.config, run.arch, weights)
@@ -54,10 +51,7 @@ def initial_trainer(run: RunContext) -> Trainer:
 def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
     """Send the trainer's policy to the engine and prove that it arrived; returns the report as JSON types.
 
-    Raises:
-        SyncError: weights, scales, version or formats differ from what was sent or agreed, or the probe is beyond a
-            bound of `alignment.stop` that fails at once.
-    """
+    Raises SyncError: what the engine holds or runs differs, or the probe is beyond a bound that fails at once."""
     trainer, engine = run.ready_trainer(), run.ready_engine()
     # Before the engine wakes: where both share a device, the trainer's pass has its memory.
     probes, expected = trainer_probe(run, scales)
@@ -90,10 +84,6 @@ class KeptPolicy:
 
 
 def keep_policy(run: RunContext, shipped: Shipped, scales: PolicyScales) -> None:
-    """Keep the policy that the engine is sent, as long as a step may learn from what it writes with it.
-
-    `run.behaviour` scores with it, in the formats of the trainer.
-    """
     trainer = run.ready_trainer()
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     oldest = trainer.version + 1 - run.config.pipeline.kept_policies
@@ -103,7 +93,7 @@ def keep_policy(run: RunContext, shipped: Shipped, scales: PolicyScales) -> None
 
 
 def trainer_probe(run: RunContext, scales: PolicyScales) -> tuple[list[Probe], list[float]]:
-    """Known tokens of the first prompts of the run, and their log-probs under the trainer's policy and these scales."""
+    """Known tokens of the first prompts, and their log-probs under the trainer's policy."""
     if run.probes is None:
         problems = run.source.training(1, min(_PROBES, run.config.rollout.prompts_per_step), run.config.seed)
         rows = [tokens[:_LONGEST] for tokens in prompt_table(run, problems)["tokens"].to_pylist()]
@@ -114,10 +104,9 @@ def trainer_probe(run: RunContext, scales: PolicyScales) -> tuple[list[Probe], l
 
 
 def probe_of(prompt: Sequence[int], index: int, count: int) -> Probe:
-    """Probe `index` of `count`: the later, the longer its share of the prompt. A prompt of one token is repeated.
+    """Probe `index` of `count`: the later, the longer its share of the prompt.
 
-    The end of a prompt is avoided: the tokens of a chat template are certain whatever the policy.
-    """
+    The end of a prompt is avoided: the tokens of a chat template are certain whatever the policy."""
     if len(prompt) == 1:
         return Probe((prompt[0],), prompt[0])
     cut = 1 + (len(prompt) - 2) * (index + 1) // (count + 1)
@@ -125,10 +114,7 @@ def probe_of(prompt: Sequence[int], index: int, count: int) -> Probe:
 
 
 def compare_probe(expected: Sequence[float], engines: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Of the engine that is farthest off: the tokens, how many differ, and the mean of exp |difference|.
-
-    Engines that agree give what one gives, however many there are.
-    """
+    """Of the engine that is farthest off: the tokens, how many differ, and the mean of exp |difference|."""
 
     def compared(row: Sequence[float]) -> dict[str, float]:
         differences = [abs(ours - theirs) for ours, theirs in zip(row, expected, strict=True)]
@@ -141,7 +127,7 @@ def compare_probe(expected: Sequence[float], engines: Sequence[Sequence[float]])
 
 
 def check_probe(run: RunContext, found: dict[str, float], version: int) -> None:
-    """Fail where a bound on the probe fails a run at its first crossing, so that no rollout is spent."""
+    """Fail where a bound on the probe fails a run at its first crossing."""
     bounds = stop_bounds(run.config)
     if (bounds.action, bounds.patience) != ("fail", 1):
         return

@@ -7,33 +7,44 @@ BF16, by an engine in this process. On a CPU that takes its weights alone; on a 
 counts.
 """
 
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8core.config.run import RunConfig
+from fp8core.data.chain import completion
+from fp8core.data.prompt import Problem, encode_prompt, prompt_text
+from fp8core.errors import UserError
 from fp8core.evaluation.measure import (
+    PartCosts,
     compared_prompts,
     contract_in,
     difference_estimate,
     score_estimate,
 )
-from fp8core.evaluation.parts import Forward, Subjects, part_costs, whole_forward
-from fp8core.models.decoder import Decoder
+from fp8core.evaluation.parts import Forward, Subjects, Text, part_costs, subjects_of, whole_forward
+from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
-from fp8core.progress import tell_progress
+from fp8core.numerics.attention import Bf16Attention
+from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.progress import Progress, tell_progress
 from fp8core.report.chart import counted
+from fp8core.rewards.final_answer import MARKER
 from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales
 from fp8core.rollout.registry import longest_row
-from fp8core.run.build import build_engine
+from fp8core.run.build import build_engine, find_base
 from fp8core.run.context import RunContext
-from fp8core.run.parts import texts_of
-from fp8core.run.player import EpisodePlayer
+from fp8core.run.episodes import EpisodePlayer
 from fp8core.run.rollouts import heldout_accuracy, prompt_groups, prompt_table
+from fp8core.run.scoring import scales_of
 from fp8core.store.ledger import START
 
 _CONFIDENCE, _SEED = 0.95, 0
@@ -102,17 +113,73 @@ def gap_line(gap: dict[str, Any]) -> str:
 
 
 def _whole_logprobs(run: RunContext, batch: TokenBatch, scales: PolicyScales) -> Tensor:
-    """FP32 log-prob of every completion token in order, by the trainer: a run that truncates has equal sides."""
     scored = run.ready_trainer().logprobs(batch, run.config.rollout.temperature, scales.layers).logprobs
     return scored[~scored.isnan()]
 
 
 @torch.no_grad()
 def _logprobs_in(run: RunContext, bf16: Forward, batch: TokenBatch) -> Tensor:
-    """FP32 log-prob of every completion token in order, in BF16."""
     temperature = run.config.rollout.temperature
     found, parts = list[Tensor](), [part for _, part in batch.slices(run.config.training.micro_batch)]
     for part in parts:
         tell_progress(len(found), len(parts))
         found.append(bf16.decoder.completion_logprobs(bf16.weights, part, temperature)[0])
     return torch.cat(found)
+
+
+def measure_parts(config: RunConfig, problems: Sequence[Problem], progress: Progress) -> PartCosts:
+    return part_costs(*read_subjects(config, problems), progress)
+
+
+def read_subjects(config: RunConfig, problems: Sequence[Problem]) -> tuple[Subjects, list[Text]]:
+    """The checkpoint `config.model` in BF16 and by part, and the problems as texts.
+
+    Main memory holds about 30 bytes a parameter. Scales of an FP8 cache are those of a run: calibrated on the first
+    `rollout.prompts_per_step` prompts. Raises UserError: the checkpoint cannot be read, or a prompt does not fit."""
+    base = find_base(config)
+    assert base.checkpoint is not None, "an evaluation has a checkpoint"
+    texts = texts_of(problems, config, base.tokenizer, longest_row(config, base.arch))
+    masters = base.checkpoint.load().tensors
+    unscaled = whole_forward(config.precision, base.arch, masters, ())
+    batch = TokenBatch.of_prompts([text.prompt for text in texts[: config.rollout.prompts_per_step]])
+    full = replace(unscaled, scales=_calibrated(config, unscaled, batch))
+    return subjects_of(full, config.precision, masters), texts
+
+
+def texts_of(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, positions: int) -> list[Text]:
+    texts = []
+    for problem in problems:
+        _, prompt = encode_prompt(problem, config, tokenizer, positions)
+        answer = right_answer(problem, config, tokenizer)
+        texts.append(Text(prompt, answer if len(prompt) + len(answer) <= positions else ()))
+    return texts
+
+
+def right_answer(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of what follows the last `####` of a reference, or of all of it, right after the prompt.
+
+    Nothing where the reference is empty or has a character that the tokenizer lacks."""
+    if config.data.source == "chain":
+        return tokenizer.encode(completion(problem.question, "bare"))
+    text = problem.reference.rpartition(MARKER)[2].strip()
+    before, chat = prompt_text(problem, config, tokenizer)
+    joined = [text] if chat or before[-1:].isspace() else [f" {text}", text]
+    for written in joined if text else ():
+        try:
+            return tokenizer.encode(written)
+        except UserError:
+            continue
+    return []
+
+
+@torch.no_grad()
+def _calibrated(config: RunConfig, unscaled: Forward, batch: TokenBatch) -> Sequence[LayerScales]:
+    if config.precision.rollout.kv_cache != "fp8":
+        return ()
+    arch, formats = unscaled.decoder.arch, unscaled.decoder.formats
+    decoder = Decoder(arch, formats.with_attention(Bf16Attention(formats.points.weights)))
+    statistics = KvStatistics(arch.num_layers)
+    for _, part in batch.slices(config.training.micro_batch):
+        observe = partial(statistics.observe, valid=part.valid, scales=None)
+        decoder.hidden(unscaled.weights, part.tokens, part.positions, FullContext.of(part.valid), (), observe)
+    return scales_of(config, statistics.amax())

@@ -1,45 +1,150 @@
 """Make steps of a run again, from its artifacts alone, and compare their records with the stored ones."""
 
+import json
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Literal
 
-from fp8core.config.load import config_digest, numeric_differences
+import torch
+
+from fp8core.config.load import config_digest, numeric_differences, reload_config
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.errors import UserError, lost_process
+from fp8core.durable import read_lines
+from fp8core.errors import NotRecordedError, ProcessLost, UserError, lost_process
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import graph_of
-from fp8core.run.commit import stored_manifest, stored_metrics
+from fp8core.run.checkpoint import save_state
 from fp8core.run.context import RunContext
-from fp8core.run.execute import carried
+from fp8core.run.execute import StepError, carried, stored_manifest
 from fp8core.run.loop import begin, iterate
-from fp8core.run.recompute import RedoError
-from fp8core.run.snapshot import FAILURES, RunSnapshot, restore_as_it_was, scratch_folder, scratch_run
+from fp8core.run.open import open_run
+from fp8core.run.policy import SyncError
+from fp8core.run.recompute import RedoError, rewind_to, versions_in_flight
+from fp8core.run.refusals import graph_of
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.diff import causes, content_difference, first_difference, metric_differences
 from fp8core.store.json_text import Difference, shown, value_differences
-from fp8core.store.ledger import START, LedgerView
+from fp8core.store.layout import LEDGER
+from fp8core.store.ledger import START, LedgerView, stored_metrics
 from fp8core.store.manifest import StepManifest, StepRecord, current_code, hardware, library_versions
-from fp8core.store.run_directory import RunDirectory
-from fp8core.store.step_manifests import restore_manifest
+from fp8core.store.run_directory import RunDescription, RunDirectory, stored_description
+from fp8core.training.trainer import UpdateError
+
+FAILURES = (StepError, UpdateError, SyncError, NotRecordedError, ProcessLost)
+"""What a step that was committed once can fail with when it is made again: other code, libraries or settings."""
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    folder: Path
+    described: RunDescription
+    ledger: LedgerView
+    store: ArtifactStore
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunSnapshot":
+        """Raises UserError: there is no run.json or ledger, or one is malformed."""
+        return cls(folder, stored_description(folder), LedgerView.read(folder / LEDGER), ArtifactStore(folder))
+
+    def manifest(self, step: int) -> StepManifest:
+        return self.store.get_manifest(self.ledger.steps()[step].manifest)
+
+    def config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
+        """The configuration that a committed step was made with, and overrides (`key=value`).
+
+        Its record decides on `steps` and `replay.level`, which may have changed when the run was continued.
+        """
+        begun, changed = (reload_config(self.described.config, settings) for settings in ((), overrides))
+        record = self.manifest(step).record
+        level = record.level if changed.replay == begun.replay else changed.replay.level
+        replay = changed.replay.model_copy(update={"level": level})
+        return changed.model_copy(update={"steps": record.steps, "replay": replay})
+
+    def refuse_unknown(self, step: int) -> None:
+        committed = self.ledger.steps()
+        self.ledger.refuse_gap(START, max(committed, default=START - 1))
+        if step not in committed:
+            known = f"steps 0 to {max(committed)} are" if committed else "no step is"
+            raise UserError(f"run {self.folder.name}: step {step} is not committed; {known}")
+
+    def refuse_removed(self, step: int, older: int = 0) -> None:
+        """Raises UserError: gc removed what leads from a checkpoint to the policy after a step, or to `older` ones."""
+        oldest = max(START, step - older)
+        kept = sorted(entry.step for entry in self.ledger.checkpoints() if (self.folder / entry.uri).is_dir())
+        nearest = max((checkpoint for checkpoint in kept if checkpoint <= oldest), default=START)
+        which = f"the policy after step {step}" if oldest == step else f"policies {oldest} to {step}"
+        for index in sorted(self.ledger.removed().intersection(range(nearest + 1, step + 1))):
+            raise UserError(
+                f"run {self.folder.name}: {which} cannot be restored: that takes the update of step {index}, whose "
+                f"files gc removed; checkpoints: {', '.join(map(str, kept)) or 'none'}"
+            )
+
+
+@contextmanager
+def scratch_folder(original: Path, step: int, *configs: RunConfig) -> Iterator[Path]:
+    """A temporary run folder whose ledger ends where the original's step began. Raises UserError: it cannot be
+    written."""
+    place = original.parent if any(config.cluster.address is not None for config in configs) else None
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".fp8-grpo-", dir=place)
+    except OSError as error:
+        raise UserError(f"{place or 'the folder of temporary files'}: cannot be written: {error.strerror}") from error
+    with made as temporary:
+        folder = Path(temporary) / original.name
+        folder.mkdir()
+        (folder / LEDGER).write_text("".join(f"{line}\n" for line in _lines_before(original, step)))
+        yield folder
+
+
+@contextmanager
+def scratch_run(
+    config: RunConfig, original: RunSnapshot, folder: Path, step: int, console: Console
+) -> Iterator[RunContext]:
+    """A scratch folder, live; `loop.begin` restores it. It shares nothing with other runs, not even a warm start.
+
+    Environments give the answers that were recorded in the original, as the record of `step` describes them."""
+    own = config.model_copy(update={"runs": folder.parent})
+    graph, described = graph_of(own), original.manifest(step).record.executed.get("environment")
+    recorded = described if isinstance(described, dict) else {}
+    with (
+        RunDirectory.create_or_open(folder, origin=original.folder) as directory,
+        open_run(own, graph, directory, console, replayed=original.ledger, recorded_environment=recorded) as run,
+    ):
+        torch.set_num_threads(own.threads)
+        yield run
+
+
+def restore_as_it_was(config: RunConfig, original: RunSnapshot, folder: Path, step: int, console: Console) -> None:
+    """Leave a checkpoint of an iteration in a scratch folder, restored under the run's own configuration.
+
+    A caller goes on from that with another one. It scores tokens with older policies, which have checkpoints too."""
+    with scratch_run(config, original, folder, step, console) as run:
+        begin(run)
+        for version in [*(each for each in versions_in_flight(run, step + 1) if START < each < step), step]:
+            rewind_to(run, version)
+            save_state(run, version)
+
+
+def _lines_before(original: Path, step: int) -> Iterator[str]:
+    """The lines of earlier steps. A redo that was entered after the step's commit came too late for it."""
+    for line in read_lines(original / LEDGER)[0]:
+        entry = json.loads(line)
+        if entry["event"] == "step" and entry["step"] == step:
+            return
+        if entry.get("step", START) < step:
+            yield json.dumps(entry)
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """The comparison of a step's replay with the stored step.
+    """The comparison of a step's replay with the stored step: `within` the bounds of a tolerant run, or `different`.
 
-    Attributes:
-        outcome: `equal` in every digest, `within` the bounds of a tolerant run, or `different`.
-        level: the replay level that counted.
-        seconds: what it took, without restoring the policy before.
-        causes: circumstances that differ, one line each.
-        difference: the first field that differs, then where its content does.
-        asked_again: answers that environments gave anew; 0 where the recorded ones were taken.
-    """
+    `causes` are circumstances that differ, `difference` the first field that does, then where its content does."""
 
     step: int
     outcome: Literal["equal", "within", "different"]
@@ -48,43 +153,20 @@ class ReplayResult:
     seconds: float
     causes: tuple[str, ...] = ()
     difference: tuple[str, ...] = ()
-    asked_again: int = 0
 
 
-def replay(
-    original: RunSnapshot,
-    steps: range,
-    overrides: Sequence[str],
-    console: Console,
-    repaired: RunDirectory | None,
-    *,
-    rerun_environments: bool = False,
-) -> Iterator[ReplayResult]:
-    """Replay consecutive steps and yield a verdict each; the first that is different is the last.
+def replay(original: RunSnapshot, steps: range, overrides: Sequence[str], console: Console) -> Iterator[ReplayResult]:
+    """Replay consecutive committed steps and yield a verdict each; the first that is different is the last.
 
-    Args:
-        steps: numbers of committed steps.
-        overrides: settings (`key=value`) that the steps are replayed under instead of the run's own; the policy that
-            they start from is the run's own.
-        repaired: the run's folder, locked by the caller; damaged files of it that were made again are put back.
-        rerun_environments: ask environments again, instead of taking their recorded answers.
-
-    Raises:
-        UserError: a step is not committed, what it needs was removed or cannot be restored, an override is wrong, or a
-            process of a cluster was lost.
-    """
+    `overrides` are settings (`key=value`) that the steps are replayed under, from the run's own policy. Raises
+    UserError: a step cannot be restored, an override is wrong, or a process of a cluster was lost."""
     for step in steps:
         original.refuse_unknown(step)
     own, changed = (original.config(steps[0], settings) for settings in ((), overrides))
     if changed.cluster.address != own.cluster.address:
         # The run's own one may be gone.
         own = own.model_copy(update={"cluster": changed.cluster})
-    if rerun_environments and changed.environment is None:
-        raise UserError(f"--rerun-environments: run {original.folder.name} has no environment")
-    _refuse_other_model(own, changed, steps)
-    _refuse_other_stream(own, changed, steps)
-    if not rerun_environments:
-        _refuse_unasked(own, changed)
+    _refuse_other_start(own, changed, steps[0])
     if steps[0] > START:
         # The first step may score tokens of policies that are as old as this.
         original.refuse_removed(steps[0] - 1, max(0, own.pipeline.reach - 1))
@@ -92,30 +174,10 @@ def replay(
         try:
             if overrides and steps[0] > START + 1:
                 restore_as_it_was(own, original, folder, steps[0] - 1, console)
-            recorded = None if rerun_environments else original.environment(steps[0])
-            with scratch_run(changed, original.folder, folder, console, recorded) as run:
+            with scratch_run(changed, original, folder, steps[0], console) as run:
                 yield from _replayed(original, run, steps, overrides)
         except (RedoError, *FAILURES) as error:
             yield _failed(original, changed, steps[0], "on the way to this step", error)
-        finally:
-            if repaired is not None:
-                put_back(repaired, folder, steps, console)
-
-
-def put_back(original: RunDirectory, scratch: Path, steps: range, console: Console) -> None:
-    """Replace damaged artifacts of a run by what a replay made, and damaged manifests by their second copies."""
-    made = ArtifactStore(scratch)
-    removed = original.ledger.removed()
-    for index in range(steps.stop):
-        for name, ref in original.ledger.outputs(index):
-            if index in removed and not original.store.path(ref).exists():
-                continue  # `artifacts.keep` does not keep it.
-            if made.path(ref).exists() and (damage := original.store.damage(ref)) is not None:
-                original.store.put_back(ref, made)
-                console.note(f"step {index}: artifact {name} was damaged ({damage}); put back")
-    for entry in original.ledger.steps().values():
-        if restore_manifest(original.store, original.path, entry):
-            console.note(f"step {entry.step}: the manifest was damaged; put back from its second copy")
 
 
 def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: Sequence[str]) -> Iterator[ReplayResult]:
@@ -128,34 +190,12 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: S
             try:
                 iterate(run, index, carried(run, index))
             except FAILURES as error:
-                failed = _failed(original, run.config, index, "the replay fails", error)
-                yield replace(failed, causes=(*_went_on(original, index, steps[0]), *failed.causes))
+                yield _failed(original, run.config, index, "the replay fails", error)
                 return
-        verdict = replace(_compare(original, run, index, time.perf_counter() - began), asked_again=_answers(run, index))
-        if verdict.outcome == "different":
-            verdict = replace(verdict, causes=(*_went_on(original, index, steps[0]), *verdict.causes))
+        verdict = _compare(original, run, index, time.perf_counter() - began)
         yield verdict
         if verdict.outcome == "different":
             return
-
-
-def _went_on(original: RunSnapshot, index: int, first: int) -> Iterator[str]:
-    """Lines about results that the run went on from, and a replay from `first` has not."""
-    if index > first and original.ledger.redone(index - 1):
-        yield f"the run went on from another outcome of step {index - 1}, which was redone: replay from {index}"
-    stored = original.ledger.artifacts(index)
-    redone = (redo for redo in original.ledger.redone(index).values() if not redo.gave_policy)
-    # Between two tasks of the step: its record has the stream that they left.
-    if any(stored.get(name) == ref for redo in redone for name, ref in redo.outputs.items()):
-        yield f"episodes began anew within step {index}: after a restart an environment answered otherwise"
-
-
-def _answers(run: RunContext, index: int) -> int:
-    """Answers of environments in a step, its evaluation's among them; 0 where they are recorded ones."""
-    if run.environment is None:
-        return 0
-    played = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind == "turns"]
-    return sum(run.directory.store.get_table(ref).num_rows for ref in played)
 
 
 def _compare(original: RunSnapshot, run: RunContext, index: int, seconds: float) -> ReplayResult:
@@ -188,10 +228,7 @@ def _tolerated(
 def _located(original: RunSnapshot, run: RunContext, index: int, difference: Difference) -> tuple[str, ...]:
     theirs, ours = (
         _by_digest(ledger, index).get(value["digest"]) if isinstance(value, dict) and "digest" in value else None
-        for ledger, value in (
-            (original.ledger, difference.ours),
-            (run.directory.ledger, difference.theirs),
-        )
+        for ledger, value in ((original.ledger, difference.ours), (run.directory.ledger, difference.theirs))
     )
     if theirs is None or ours is None:
         return (str(difference),)
@@ -208,7 +245,7 @@ def _by_digest(ledger: LedgerView, index: int) -> dict[object, Ref]:
 
 
 def _failed(original: RunSnapshot, config: RunConfig, step: int, where: str, error: Exception) -> ReplayResult:
-    """Of a step that no record came of. Raises UserError: a process was lost, which is no result of a step."""
+    """Of a step that no record came of. Raises UserError: a process was lost."""
     if (lost := lost_process(error)) is not None:
         raise UserError(f"nothing was compared, as a process was lost: {lost}") from error
     stored = original.manifest(step)
@@ -246,27 +283,9 @@ def _causes(original: RunSnapshot, config: RunConfig, stored: StepRecord, now: S
 
 
 def _other_hardware(stored: StepManifest) -> Iterator[str]:
-    """Even exact numbers are promised for one family of processors only."""
     machine = list(value_differences("hardware", stored.observed.hardware, hardware()))
     if machine:
         yield f"hardware differs: {', '.join(difference.change('hardware') for difference in machine)}"
-
-
-def _refuse_other_model(own: RunConfig, changed: RunConfig, steps: range) -> None:
-    """The policy that a step starts from fits the run's own model only."""
-    for key in ("model", "revision", "architecture"):
-        if steps[0] > START and getattr(own, key) != getattr(changed, key):
-            raise UserError(f"--set {key}: step {steps[0]} starts from a policy of the run's own model")
-    if steps[0] > START + 1 and {*graph_of(own).carries} != {*graph_of(changed).carries}:
-        raise UserError(f"--set pipeline: step {steps[0]} starts from what the run's own pipeline hands on")
-
-
-def _refuse_unasked(own: RunConfig, changed: RunConfig) -> None:
-    """Settings of an environment that answers nothing, since its recorded answers are taken."""
-    if own.environment != changed.environment and None not in (own.environment, changed.environment):
-        raise UserError(
-            "--set environment: no environment is asked, since its recorded answers are taken; add --rerun-environments"
-        )
 
 
 _OF_STREAM = (
@@ -276,10 +295,15 @@ _OF_STREAM = (
 )
 
 
-def _refuse_other_stream(own: RunConfig, changed: RunConfig, steps: range) -> None:
-    """The completions in flight that a step goes on from fit the run's own settings of generation only."""
-    if steps[0] <= START + 1 or "stream" not in graph_of(own).carries:
-        return
-    for key in _OF_STREAM:
+def _refuse_other_start(own: RunConfig, changed: RunConfig, first: int) -> None:
+    for key in ("model", "revision", "architecture"):
+        if first > START and getattr(own, key) != getattr(changed, key):
+            raise UserError(f"--set {key}: step {first} starts from a policy of the run's own model")
+    if own.environment != changed.environment:
+        raise UserError("--set environment: a replay takes the recorded answers of the run's own environment")
+    carries = graph_of(own).carries
+    if first > START + 1 and {*carries} != {*graph_of(changed).carries}:
+        raise UserError(f"--set pipeline: step {first} starts from what the run's own pipeline hands on")
+    for key in _OF_STREAM if first > START + 1 and "stream" in carries else ():
         if reduce(getattr, key.split("."), own) != reduce(getattr, key.split("."), changed):
-            raise UserError(f"--set {key}: step {steps[0]} goes on from completions begun under the run's own settings")
+            raise UserError(f"--set {key}: step {first} goes on from completions begun under the run's own settings")

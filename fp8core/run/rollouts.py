@@ -8,28 +8,32 @@ from operator import itemgetter
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, encode_prompt
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.progress import tell_progress
-from fp8core.rewards.scorer import OUTCOMES, Verdict
+from fp8core.rewards.scorer import OUTCOMES
 from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, sample_seed
 from fp8core.rollout.episode import Episode
 from fp8core.rollout.episodes import Pool
 from fp8core.rollout.registry import longest_row
 from fp8core.run.context import RunContext
-from fp8core.run.player import EpisodePlayer
-from fp8core.run.turns import RecordedPool, completion_text, episode_means, messages_of, turns_table
+from fp8core.run.episodes import EpisodePlayer, RecordedPool, completion_text, episode_means, messages_of, turns_table
 from fp8core.run.verdicts import ending_of, score, tell_endings, tell_failures
 from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.layout import shards_place
 from fp8core.store.ledger import START
-from fp8core.store.schemas import HELDOUT_SAMPLES, SAMPLE_CHARACTERS
-from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, PROMPTS_WITH_MESSAGES, ROLLOUTS
+from fp8core.store.tables import (
+    HELDOUT_SAMPLES,
+    PROMPTS,
+    PROMPTS_WITH_COLUMNS,
+    PROMPTS_WITH_MESSAGES,
+    ROLLOUTS,
+    SAMPLE_CHARACTERS,
+)
 
 
 def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
@@ -37,10 +41,6 @@ def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
 
 
 def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> pa.Table:
-    """`prompt_table` of what is no run. Raises UserError as `encode_prompt`.
-
-    An environment gets the messages; its own first ones are the policy's prompt (`prompt_tokens` of the rollouts).
-    """
     encoded = [encode_prompt(problem, config, tokenizer, max_positions) for problem in problems]
     columns = {
         "group": list(range(len(problems))),
@@ -60,27 +60,11 @@ def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tok
 
 
 def shards_of(run: RunContext, index: int, kind: str = "rollouts") -> RolloutShards:
-    """Where the finished groups, or episodes, of an iteration wait for its commit."""
-    environment = run.environment_description
-    made_by = run.directory.store.digest_json({**environment}) if environment else ""
-    return RolloutShards(run.directory.path / shards_place(index), kind, made_by)
-
-
-def shards_to_continue(run: RunContext, index: int, kind: str = "rollouts") -> RolloutShards:
-    """`shards_of` an iteration that goes on.
-
-    Those that another environment has played, as after a change of its code, are removed: a group has one environment.
-    """
-    shards = shards_of(run, index, kind)
-    shards.discard_of_others()
-    return shards
+    return RolloutShards(run.directory.path / shards_place(index), kind)
 
 
 def prompt_groups(run: RunContext, index: int, prompts: pa.Table, size: int | None = None) -> list[PromptGroup]:
-    """Requests of an iteration, with one seed a sample; `prompts` is of kind `prompts`.
-
-    `size`: samples of a prompt; None: `rollout.group_size`.
-    """
+    """Requests of an iteration, with one seed a sample; `size`: samples of a prompt, else `rollout.group_size`."""
     samples = run.config.rollout.group_size if size is None else size
     return groups_of(prompts.to_pylist(), run.config.seed, index, samples)
 
@@ -105,12 +89,9 @@ def rollout_table(
     completions: Sequence[Completion],
     groups: list[PromptGroup],
     schema: pa.Schema,
-    prompts: Sequence[Sequence[int]] | None = None,
+    prompts: Sequence[Sequence[int]],
 ) -> pa.Table:
-    """Completions as a table of kind `rollouts`, with the columns of the schema; groups are indexed by their number.
-
-    `prompts`: token ids that each was asked with; None: its group's.
-    """
+    """Completions as a table of kind `rollouts`; `prompts`: token ids that each was asked with."""
     by_number = {group.group: group for group in groups}
     rows = [
         {
@@ -118,14 +99,14 @@ def rollout_table(
             "sample": done.sample,
             "prompt_id": by_number[done.group].prompt_id,
             "seed": by_number[done.group].seeds[done.sample],
-            "prompt_tokens": list(by_number[done.group].prompt if prompts is None else prompts[place]),
+            "prompt_tokens": list(prompt),
             "tokens": done.tokens,
             "logprobs": done.logprobs,
             "written": [True] * len(done.tokens) if done.written is None else done.written,
             "finish": done.finish,
             "text": completion_text(done, run.tokenizer, run.config.rollout.stop_strings),
         }
-        for place, done in enumerate(completions)
+        for done, prompt in zip(completions, prompts, strict=True)
     ]
     table = pa.Table.from_pylist(rows, schema=ROLLOUTS)
     if "experts" not in schema.names:
@@ -140,16 +121,16 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
     store, found = run.directory.store, {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
     if not {"prompts", "rollouts", "rewards"} <= found.keys():
         return None
-    (written,) = store.get_table(found["rollouts"], ["group", "sample", "text"]).slice(0, 1).to_pylist()
-    prompts = store.get_table(found["prompts"], ["group", "text"])
-    rewards = store.get_table(found["rewards"], ["group", "sample", "reward"])
-    prompt = prompts.filter(pc.field("group") == written["group"])["text"][0].as_py()
-    place = (pc.field("group") == written["group"]) & (pc.field("sample") == written["sample"])
-    return prompt, written["text"], rewards.filter(place)["reward"][0].as_py()
+    # Tables of completions are in one order, and the first prompt is answered first.
+    text, prompt, reward = (
+        store.get_table(found[kind], [column])[column][0].as_py()
+        for kind, column in (("rollouts", "text"), ("prompts", "text"), ("rewards", "reward"))
+    )
+    return prompt, text, reward
 
 
 def check_episodes(run: RunContext, index: int, what: str, turns: pa.Table) -> None:
-    """As `tell_endings` for episodes that step `index` played, which a run that goes on plays again where it raises."""
+    """As `tell_endings`; where it raises, a run that goes on plays the episodes again."""
     if not len(turns):
         return
     try:
@@ -161,23 +142,19 @@ def check_episodes(run: RunContext, index: int, what: str, turns: pa.Table) -> N
 
 @contextmanager
 def environment_of(run: RunContext, index: int, port: str) -> Iterator[Pool | None]:
-    """The environments of a step's episodes: those of the run or, in a replay, their recorded answers.
-
-    `port`: the output of kind `turns` by which the replayed step has these episodes.
-    """
+    """The environments of a step's episodes; in a replay the recorded answers, which the output `port` has."""
     if run.config.environment is None:
         yield None
-    elif not run.takes_recorded:
+    elif run.replayed is None:
         yield run.environment
     else:
-        assert run.replayed is not None, "only a replay has no environment"
         # A pipeline may rename what its steps provide; the first evaluation is before them.
         recorded = port if index == START else run.graph.artifact_of(port)
-        yield RecordedPool(run.directory.store.get_table(run.replayed.ledger.artifacts(index)[recorded]))
+        yield RecordedPool(run.directory.store.get_table(run.replayed.artifacts(index)[recorded]))
 
 
 def while_going(run: RunContext, played: Generator[list[Episode], None, None]) -> Iterator[list[Episode]]:
-    """Episodes that are played and have finished, until another task of the step fails (errors: `refuse_halted`)."""
+    """Episodes as they finish, until another task of the step fails."""
     # The error holds this frame: open episodes would stay with the environment.
     with closing(played):
         for batch in played:
@@ -200,18 +177,10 @@ def heldout_episodes(run: RunContext, index: int) -> dict[str, Ref]:
 def heldout_accuracy(
     run: RunContext, engine: RolloutEngine, count: int, pool: Pool | None = None
 ) -> tuple[dict[str, Any], pa.Table | None]:
-    """Of the first held-out prompts: accuracy, count, mean length, each one's score by its prompt_id, and a few texts.
+    """The content of an artifact of kind `evaluation` for the first held-out prompts, and their turns in order of
+    group.
 
-    Lengths are of what the policy wrote, as those of rollouts are.
-
-    Args:
-        engine: answers, greedily.
-        count: at most `evaluation.prompts`.
-
-    Returns:
-        The content of an artifact of kind `evaluation`, and the turns, a table of that kind in order of group; None
-        without an environment. Comparisons of trainings pair prompts by scores (docs/guides/parity.md).
-    """
+    Lengths are of what the policy wrote. The engine answers greedily. Without an environment there are no turns."""
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
     asked, groups = prompts.to_pylist(), prompt_groups(run, START, prompts, 1)
     player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
@@ -235,36 +204,19 @@ def heldout_accuracy(
         "prompts": len(verdicts),
         "length_mean": sum(done.length for done in completions) / len(completions),
         "outcomes": {name: outcomes[name] for name in OUTCOMES},
-        "scores": {
-            groups[done.group].prompt_id: verdict.score for done, verdict in zip(completions, verdicts, strict=True)
-        },
-        "samples": _heldout_samples(run, asked[:HELDOUT_SAMPLES], completions, verdicts),
+        "scores": {row["prompt_id"]: verdict.score for row, verdict in zip(asked, verdicts, strict=True)},
+        "samples": [
+            {
+                "prompt_id": row["prompt_id"],
+                "prompt": row["text"][-SAMPLE_CHARACTERS:],
+                "text": completion_text(done, run.tokenizer, run.config.rollout.stop_strings)[:SAMPLE_CHARACTERS],
+                "length": len(done.tokens),
+                "score": verdict.score,
+            }
+            for row, done, verdict in list(zip(asked, completions, verdicts, strict=True))[:HELDOUT_SAMPLES]
+        ],
     }
     if turns is not None:
         by_episode = groupby(turns.to_pylist(), key=itemgetter("group"))
         content["episodes"] = episode_means([[*rows] for _, rows in by_episode])
     return content, turns
-
-
-def _heldout_samples(
-    run: RunContext,
-    prompts: Sequence[Mapping[str, Any]],
-    completions: Sequence[Completion],
-    verdicts: Sequence[Verdict],
-) -> list[dict[str, Any]]:
-    """The completions of these rows of kind `prompts`, as an evaluation keeps them (`schemas.HeldoutSample`)."""
-    answered = {done.group: (done, verdict) for done, verdict in zip(completions, verdicts, strict=True)}
-    samples = []
-    for asked in prompts:
-        done, verdict = answered[asked["group"]]
-        text = completion_text(done, run.tokenizer, run.config.rollout.stop_strings)
-        samples.append(
-            {
-                "prompt_id": asked["prompt_id"],
-                "prompt": asked["text"][-SAMPLE_CHARACTERS:],
-                "text": text[:SAMPLE_CHARACTERS],
-                "length": len(done.tokens),
-                "score": verdict.score,
-            }
-        )
-    return samples

@@ -1,6 +1,7 @@
 """Rollouts as batches that a trainer scores, and its scores as stored tables."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -9,19 +10,51 @@ import torch
 from torch import Tensor
 
 from fp8core.config.run import RolloutConfig, RunConfig
+from fp8core.numerics.kv_scales import LayerAmax, LayerScales, scale_distance, scales_from_statistics
 from fp8core.numerics.logprobs import Truncation
 from fp8core.rl.batch import TokenBatch, column, drawn_rows, routes
+from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COMPLETION_KEY, LOGPROBS
 from fp8core.training.trainer import ScoredBatch, Trainer
+
+
+def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
+    return scales_from_statistics(amax, config.calibration.margin, config.precision.recipe.cache)
+
+
+def lag_error(config: RunConfig, in_force: PolicyScales, statistics: dict[str, Any]) -> float:
+    """Distance of a step's scales from those its own statistics give, in powers of two (`scale_distance`)."""
+    fresh = scales_of(config, read_amax(statistics))
+    return scale_distance(in_force.layers, fresh)
+
+
+def store_scales(run: RunContext, version: int, amax: list[LayerAmax]) -> Ref:
+    content: dict[str, Any] = {
+        "version": version,
+        "rule": run.config.precision.recipe.cache,
+        "layers": [vars(layer) for layer in scales_of(run.config, amax)],
+        "amax": [vars(layer) for layer in amax],
+    }
+    return run.directory.store.put_json("scales", content)
+
+
+def read_scales(run: RunContext, scales: Ref) -> PolicyScales:
+    content = run.directory.store.get_json(scales)
+    return PolicyScales(content["version"], tuple(LayerScales(**layer) for layer in content["layers"]))
+
+
+def read_amax(content: dict[str, Any]) -> list[LayerAmax]:
+    """Of stored statistics, or scales."""
+    return [LayerAmax(**layer) for layer in content["amax"]]
+
 
 SCORED_COLUMNS = (*COMPLETION_KEY, "prompt_tokens", "tokens", "experts")
 """Columns of rollouts that are scored; there are experts where the rollout recorded them."""
 
 
 def trainer_of_policy(run: RunContext, policy: Ref) -> Trainer:
-    """The trainer, which must hold a policy, with the device for itself."""
     run.sleep_engine()
     trainer = run.ready_trainer()
     version = run.directory.store.get_json(policy)["version"]
@@ -44,12 +77,10 @@ def stored_scores(run: RunContext, version: int, rollouts: pa.Table, scored: Sco
 
 
 def compared_rows(config: RunConfig, index: int, written: Tensor) -> Tensor:
-    """bool [rows]: completions of a step whose log-probs under both policies are compared.
+    """bool [rows]: completions whose log-probs under both policies are compared; with `logprobs.source` rollout a
+    share.
 
-    All of them, or with `logprobs.source` rollout the share that the run's seed and the step's number draw.
-
-    `written`: bool [rows, longest], True where the policy wrote a token.
-    """
+    `written`: bool [rows, longest], True where the policy wrote a token."""
     if config.logprobs.source != "rollout":
         return torch.ones(len(written), dtype=torch.bool)
     compared = torch.zeros(len(written), dtype=torch.bool)
@@ -62,18 +93,16 @@ def token_batch(rollouts: pa.Table) -> TokenBatch:
 
 
 def policy_batch(rollouts: pa.Table, config: RolloutConfig) -> TokenBatch:
-    """Rollouts as padded tokens, with the rollout's truncation, and with the experts to replay where it recorded them.
+    """Rollouts as padded tokens for the policy that is trained, with its truncation and the experts to replay.
 
-    For the policy that is trained. Reference and teacher choose their own experts, and score under whole distributions:
-    theirs might leave out what was sampled.
-    """
+    Reference and teacher choose their own experts, and score under whole distributions: theirs might leave out what was
+    sampled."""
     prompts, completions = (rollouts[name].to_pylist() for name in ("prompt_tokens", "tokens"))
     experts = routes(rollouts["experts"]) if "experts" in rollouts.column_names else None
     return replace(TokenBatch.of(prompts, completions, experts), truncation=Truncation.of(config.top_k, config.top_p))
 
 
 def logprob_table(rollouts: pa.Table, scored: ScoredBatch) -> pa.Table:
-    """Scores as a table of kind `logprobs`, in the order of the rollouts."""
     lengths = pc.list_value_length(rollouts["tokens"]).to_numpy().astype(np.int64)
     columns = {
         "group": rollouts["group"],

@@ -7,56 +7,56 @@ formats of its own.
 """
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8core import durable
 from fp8core.config.derived import sft_training
 from fp8core.config.run import WarmStartConfig
 from fp8core.config.training import TrainingConfig
-from fp8core.data.chain import style_of
 from fp8core.data.demonstrations import (
+    Draw,
     TokenisedDemonstration,
     chain_batches,
+    demonstrated,
     digest_of_rows,
     own_batches,
     own_demonstrations,
 )
 from fp8core.errors import StoredFileError, UserError, first_line
-from fp8core.models.architecture import parameter_shapes
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.decoder import Decoder
 from fp8core.models.safetensors_files import FileTensors
+from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.fingerprint import masters_digest
 from fp8core.progress import tell_progress
-from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_engine, build_sft_trainer
 from fp8core.run.context import RunContext, gc_freeze
-from fp8core.run.execute import TaskResult, attempt, run_task
-from fp8core.run.player import EpisodePlayer
+from fp8core.run.execute import TaskResult, run_task
 from fp8core.run.policy import initial_trainer, push
 from fp8core.run.precision_gap import measure_gap
 from fp8core.run.recompute import recompute_damaged
-from fp8core.run.rollouts import heldout_accuracy, heldout_episodes, prompt_groups, prompt_table
-from fp8core.run.scales import read_scales, store_scales
-from fp8core.run.sft import ReferenceSftTrainer, train_on_demonstrations
-from fp8core.run.verdicts import ending_of, score
+from fp8core.run.rollouts import heldout_accuracy, heldout_episodes, prompt_table
+from fp8core.run.scoring import read_scales, store_scales
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import canonical_json, parse_model
 from fp8core.store.ledger import START
 from fp8core.store.manifest import library_versions
 from fp8core.store.tables import STREAM
+from fp8core.training.exact import AdamW
 from fp8core.training.registry import trainer_of
 from fp8core.training.saved_state import header_of
+from fp8core.training.trainer import NotFiniteError, SftTrainer
 
 
 def warm_start(run: RunContext) -> TaskResult:
-    """Policy 0: from the supervised warm start, or the checkpoint as it is."""
-
     def body() -> dict[str, Ref]:
         store, weights, outputs = run.directory.store, run.base, dict[str, Ref]()
         if run.config.warm_start is not None:
@@ -64,30 +64,11 @@ def warm_start(run: RunContext) -> TaskResult:
         digest = masters_digest(weights, _digest_device(run.config.training))
         return {"policy": store.put_json("policy", {"version": 0, "weights_digest": digest}), **outputs}
 
-    result = _once(run, "warm_start", {"revision": run.model_revision}, body)
-    if result.reused:
-        _refuse_other_base(run, result.entry.outputs["policy"])
-    return result
-
-
-def _refuse_other_base(run: RunContext, policy: Ref) -> None:
-    """Raises UserError: the model folder has other weights than policy 0, of which a reference would be made again.
-
-    Weights of a warm start are the run's own. Ranks compare what they read themselves.
-    """
-    if run.config.model is None or run.config.warm_start is not None or run.cluster is not None:
-        return
-    found = masters_digest(run.base, _digest_device(run.config.training))
-    if found != (began := run.directory.store.get_json(policy)["weights_digest"]):
-        raise UserError(
-            f"model={run.config.model}: its weights are others than the run began with ({found[:12]}, then "
-            f"{began[:12]}); put those back, or start another run"
-        )
+    return _once(run, "warm_start", {"revision": run.model_revision}, body)
 
 
 def _digest_device(training: TrainingConfig) -> torch.device:
-    """Where all weights are digested: on a GPU where this process has one, since a CPU reads billions of them for long.
-    The digest is the same on both."""
+    """A GPU where this process has one, since a CPU reads billions of weights for long. The digest is the same."""
     return torch.device(trainer_of(training).device(training) if torch.cuda.is_available() else "cpu")
 
 
@@ -119,22 +100,17 @@ def first_scales(run: RunContext) -> TaskResult:
 
 
 def _refuse_not_finite(run: RunContext, error: GroupNotFinite) -> None:
-    """Raises UserError: a pass met what is no number because a tensor of the model's folder holds it."""
     for name, tensor in run.base.items():
         if not tensor.isfinite().all():
             raise UserError(f"model={run.config.model}: tensor {name} holds NaN or infinity") from error
 
 
 def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
-    """Held-out accuracy of policy 0 and, after a warm start, the sampled accuracy of each demonstration style."""
-
     def body() -> dict[str, Ref]:
         push(run, read_scales(run, scales))
         if run.config.environment is not None:
             return heldout_episodes(run, START)
         content, _ = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts)
-        if run.config.warm_start is not None and run.config.warm_start.demonstrations is None:
-            content["styles"] = style_accuracy(run, run.config.warm_start)
         return {"evaluation": run.directory.store.put_json("evaluation", content)}
 
     result = _once(run, "evaluate", {"scales": scales.digest}, body)
@@ -165,38 +141,14 @@ def _once(run: RunContext, name: str, parts: Mapping[str, Any], body: Callable[[
     """Run a task of step 0 (`run_task`), or take what is stored, and make its damaged files again."""
     result = run_task(run, START, name, parts, body)
     if result.reused:
-        recompute_damaged(run, START, name, result.entry.outputs, lambda: attempt(f"step {START}, task {name}", body))
+        recompute_damaged(run, START, name, result.entry.outputs, body)
     return result
-
-
-def style_accuracy(run: RunContext, config: WarmStartConfig) -> list[dict[str, Any]]:
-    """The share of right answers by style, of one step's worth of sampled completions, with its target.
-
-    A score may be any number; a share is what a target is given as.
-    """
-    problems = run.source.training(START, run.config.rollout.prompts_per_step, run.config.seed)
-    prompts = prompt_table(run, problems)
-    right: dict[str, list[bool]] = defaultdict(list)
-    asked = prompts.to_pylist()
-    player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
-    played = player.play(run.ready_engine(), prompt_groups(run, START, prompts), asked, player.sampling())
-    endings = [ending_of(one, run.config, run.tokenizer) for batch in played for one in batch]
-    for one, (verdict, *_) in zip(endings, score(run.verifier.main, asked, endings), strict=True):
-        right[style_of(one.text)].append(verdict.outcome == "right")
-    targets = {"step_by_step": config.step_by_step_target, "bare": config.bare_target}
-    return [
-        StyleAccuracy(style, sum(found) / len(found) if (found := right[style]) else 0.0, target)._asdict()
-        for style, target in targets.items()
-    ]
 
 
 def shared_weights(run: RunContext, config: WarmStartConfig) -> tuple[Ref, FileTensors]:
     """The warm start of this configuration: trained once, then shared by every run of the same folder of runs.
 
-    Each run has a copy of the file of FP32 weights.
-
-    It does not depend on the precision contract, so runs that compare precisions start from one policy.
-    """
+    It does not depend on the precision contract, so runs that compare precisions start from one policy."""
     own = config.demonstrations is not None
     rows = own_demonstrations(run.config, config, run.tokenizer, run.arch.max_positions) if own else None
     shelf = run.config.runs.absolute() / "warm_starts"
@@ -249,3 +201,82 @@ def _train(
     with closing(trainer or ReferenceSftTrainer(run.arch, run.base)) as learning:
         train_on_demonstrations(learning, config, demonstrations, progress)
         return learning.store_weights(store)
+
+
+_MAX_GRAD_NORM = 1.0
+_BETAS = (0.9, 0.95)
+
+
+def train_on_demonstrations(
+    trainer: SftTrainer, config: WarmStartConfig, batch: Draw, progress: Callable[[int, float], None]
+) -> None:
+    """Train with a cosine schedule; `progress` hears each step's index and mean cross-entropy (nats a token)."""
+    for step in range(config.steps):
+        try:
+            loss = trainer.sft_step(demonstrated(batch(step)), _learning_rate(config, step))
+        except NotFiniteError as error:
+            raise NotFiniteError(f"warm start, step {step}: {error}") from error
+        if not math.isfinite(loss):
+            raise NotFiniteError(f"warm start, step {step}: the loss is {loss}")
+        progress(step, loss)
+
+
+def _learning_rate(config: WarmStartConfig, step: int) -> float:
+    """A cosine to 0 over the run, after a warm-up of a twentieth of it."""
+    warm = max(1, config.steps // 20)
+    share = min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / config.steps))
+    return config.learning_rate * share
+
+
+class ReferenceSftTrainer:
+    """AdamW on FP32 weights, through the decoder in its reference formats; satisfies `SftTrainer`."""
+
+    def __init__(self, arch: Architecture, initial: Mapping[str, Tensor]) -> None:
+        self._masters = {name: tensor.float().clone().requires_grad_(True) for name, tensor in initial.items()}
+        self._decoder = Decoder(arch, reference_formats(arch.num_layers))
+        self._optimiser = AdamW(self._masters, _BETAS, weight_decay=0.0)
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self._masters.items()}
+
+    def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
+        """As `SftTrainer.sft_step`; a loss that is not finite is returned and not learnt from.
+
+        Raises NotFiniteError: the gradient norm is NaN or infinite.
+        """
+        loss = self._cross_entropy(batch)
+        if not math.isfinite(loss.item()):
+            return loss.item()
+        self._optimiser.drop_gradients()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(list(self._masters.values()), _MAX_GRAD_NORM)
+        if not math.isfinite(norm.item()):
+            raise NotFiniteError(f"the gradient norm is {norm.item()}")
+        self._optimiser.step(learning_rate)
+        return loss.item()
+
+    def store_weights(self, store: ArtifactStore) -> Ref:
+        return store.put_tensors("weights", self.masters)
+
+    def close(self) -> None:
+        pass
+
+    def _cross_entropy(self, batch: TokenBatch) -> Tensor:
+        formats = self._decoder.formats
+        stored = stored_weights(self._masters, formats.stored_names(), formats.recipe.weights)
+        weights = load_policy(self._decoder.arch, stored, self._masters)
+        total, tokens = torch.zeros(()), 0
+        for part in _by_length(batch):
+            logprobs, _ = self._decoder.completion_logprobs(weights, part, temperature=1.0)
+            total, tokens = total - logprobs.sum(), tokens + logprobs.numel()
+        return total / tokens
+
+
+def _by_length(batch: TokenBatch) -> Iterator[TokenBatch]:
+    """Two halves at most, so that little padding is computed: rows at or below the mean length, and longer ones."""
+    lengths = batch.valid.sum(dim=1)
+    short = lengths <= lengths.double().mean()
+    for chosen in (short, ~short):
+        if chosen.any():
+            yield batch.part(chosen.nonzero()[:, 0].tolist(), int(lengths[chosen].max()))

@@ -1,6 +1,5 @@
 """Writers of a step's stream: completions by the engine, or episodes with an environment, durable as they come."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -8,16 +7,13 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
 from fp8core.rollout.episode import Begun, Episode
 from fp8core.rollout.episodes import Pool
-from fp8core.rollout.registry import continuation_of
-from fp8core.rollout.stream import GroupPlace, Row, group_of
+from fp8core.rollout.stream import GroupPlace, Row
 from fp8core.run.context import RunContext
-from fp8core.run.player import EpisodePlayer
-from fp8core.run.rollouts import prompt_table, shards_to_continue
-from fp8core.run.turns import RecordedPool, begun_of, seconds_of, turn_rows
+from fp8core.run.episodes import EpisodePlayer, RecordedPool, begun_of, seconds_of, turn_rows
+from fp8core.run.rollouts import prompt_table, shards_of
 from fp8core.store.tables import PLAYED_EPISODES, SEGMENTS, TURNS
 
 _Sample = tuple[int, int, int]
@@ -27,7 +23,7 @@ _FIRST_NUMBER = 1 << 30
 
 
 class StreamPrompts:
-    """The prompts of the data by their places, as tables of kind `prompts` a batch."""
+    """The prompts of the data by their places."""
 
     def __init__(self, run: RunContext) -> None:
         self._run, self._batches = run, dict[int, pa.Table]()
@@ -53,7 +49,6 @@ class StreamPrompts:
         ]
 
     def table(self, places: Sequence[GroupPlace]) -> pa.Table:
-        """The prompts at these places, which are the groups of a step in this order."""
         found = pa.concat_tables([self._batch(batch).slice(group, 1) for batch, group in places])
         numbers = pa.array(range(len(places)), found.schema.field("group").type)
         return found.set_column(found.schema.get_field_index("group"), found.schema.field("group"), numbers)
@@ -73,40 +68,23 @@ class Part:
         return self.before + len(self.tokens)
 
     def replaced(self, newer: "Part") -> "Part":
-        """`newer` after those before it, from which an engine went on; `newer` alone, where some of these are missing.
-
-        An engine that goes on anew wrote other tokens than those that were here.
-        """
+        """`newer` after those before it, from which the engine went on; `newer` alone, where some are missing."""
         kept = newer.before - self.before
         if not 0 <= kept <= len(self.tokens):
             return newer
         tokens, logprobs = self.tokens[:kept] + newer.tokens, self.logprobs[:kept] + newer.logprobs
         return Part(self.before, tokens, logprobs, newer.finish)
 
-    def joined(self, other: "Part") -> "Part":
-        """Both, which are equal where they overlap; `other` alone, where something between them is missing."""
-        first, last = sorted((self, other), key=lambda part: part.before)
-        if first.end < last.before:
-            return other
-        return first if first.end >= last.end else first.replaced(last)
-
 
 class SegmentWriter:
-    """Generation by the run's engine; finished groups of segments are durable as they come.
-
-    After a kill, stored segments are returned before the engine is called. All are of one policy, so the engine would
-    write the same tokens again. Of an engine that begins completions anew, only the newest segments count.
-    """
+    """Generation by the run's engine; finished groups of segments are durable as they come, and read after a kill."""
 
     def __init__(self, run: RunContext, index: int) -> None:
         self._run = run
         self._sampling = EpisodePlayer.of(run.config, run.tokenizer, run.arch).sampling()
-        self._shards = shards_to_continue(run, index, "segments")
-        self._equal = continuation_of(run.config) == "equal"
-        damaged = self._shards.discard_damaged()
-        for error in damaged:
-            run.console.note(f"step {index}: {error}; its completions are generated again")
-        if damaged and not self._equal:
+        self._shards = shards_of(run, index, "segments")
+        if damaged := self._shards.discard_damaged():
+            run.console.note(f"step {index}: {damaged[0]}; its completions are generated again")
             self._shards.clear()  # Others may go on from what is gone.
         self._kept = dict[tuple[int, int, int], Part]()
         if (kept := self._shards.read()) is not None:
@@ -131,27 +109,22 @@ class SegmentWriter:
 
     @property
     def durable(self) -> Iterable[_Sample]:
-        """Completions of which something is stored."""
         return self._kept.keys()
 
     def attach_turns(self, rows: Sequence[Row]) -> None:
         """Nothing: completions have no turns."""
 
     def has_more(self, rows: Sequence[Row]) -> bool:
-        """True if more of a row that is in flight is durable than it has."""
         parts = ((row, self._kept.get(_sample(row))) for row in rows if not row.finish)
         return any(part and part.before <= len(row.tokens) < part.end for row, part in parts)
 
     def _keep(self, table: pa.Table) -> None:
         for row in table.to_pylist():
             place, part = tuple(row.pop(name) for name in ("batch", "group", "sample")), Part(**row)
-            held = self._kept.get(place)
-            if held is not None:
-                part = held.joined(part) if self._equal else held.replaced(part)
-            self._kept[place] = part
+            before = self._kept.get(place)
+            self._kept[place] = part if before is None else before.replaced(part)
 
     def _stored_group(self, group: PromptGroup, place: GroupPlace) -> list[Completion] | None:
-        """The completions of a group from what was kept, if all of them are there."""
         found = list[Completion]()
         for i, sample in enumerate(group.samples):
             part = self._kept.get((*place, sample))
@@ -172,11 +145,9 @@ class SegmentWriter:
 class PlayedEpisode:
     """An episode that has begun.
 
-    Attributes:
-        row: all of it as it was stored, or when it was over.
-        ends: tokens that it had after each part that was played in this step.
-        episode: the unfinished episode that this process plays; `row` then gives only its place, prompt and seed.
-    """
+    `row`: all of it as it was stored, or when it was over. `ends`: tokens that it had after each part that was played
+    in this step. `episode`: the unfinished one that this process plays; `row` then gives only its place, prompt and
+    seed."""
 
     row: Row
     ends: list[int] = field(default_factory=list)
@@ -188,11 +159,9 @@ class PlayedEpisode:
 
     @property
     def state(self) -> Episode | Begun:
-        """Of one that goes on, for `MultiTurn.begun`."""
         return self.episode or begun_of(self.row.tokens, self.row.logprobs, self.row.turns)
 
     def rest(self, group: int, before: int) -> Completion:
-        """Of one that is over, the next part after so many tokens."""
         row, end = self.row, next(end for end in self.ends if end > before)
         finish = cast(Finish, row.finish if end == len(row.tokens) else "open")
         tokens, logprobs, written = row.tokens[:end], row.logprobs[:end], row.written[:end]
@@ -200,16 +169,12 @@ class PlayedEpisode:
 
 
 class EpisodeWriter:
-    """Episodes by the run's engine and environment; one that is over is durable, and is not played again.
-
-    All of it is of one policy. An episode may be played in several parts, which it has again after a kill.
-    """
+    """Episodes by the run's engine and environment; one that is over is durable, and is not played again."""
 
     def __init__(self, run: RunContext, index: int, source: StreamPrompts, rows: Sequence[Row]) -> None:
-        """`rows`: of the stream, of which some may have begun."""
         self._run, self._index, self._source = run, index, source
         self._player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
-        self._shards = shards_to_continue(run, index, "episodes")
+        self._shards = shards_of(run, index, "episodes")
         for error in self._shards.discard_damaged():
             run.console.note(f"step {index}: {error}; its episodes are played again")
         # The stream writes into its own rows.
@@ -236,26 +201,10 @@ class EpisodeWriter:
         if missing:
             yield from self._play(missing, places)
 
-    def answered_otherwise(self) -> set[_Sample]:
-        """Those in flight whose environment answers otherwise when it is asked the same again."""
-        open_ = defaultdict[GroupPlace, list[Row]](list)
-        for each in self._played.values():
-            if not each.over:
-                open_[each.row.batch, each.row.group].append(each.row)
-        if not open_:
-            return set()
-        assert self._run.environment is not None, "a replay takes recorded answers"
-        places, groups = [*open_], [group_of(number, each) for number, each in enumerate(open_.values())]
-        by_number, prompts, begun = self._asked(groups, places)
-        again = [replace(group, group=number) for number, group in by_number.items()]
-        differing = self._player.ask_again(again, prompts, self._run.environment, begun)
-        return {(*places[by_number[number].group], sample) for number, sample in differing}
-
-    def _asked(
-        self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]
-    ) -> tuple[dict[int, PromptGroup], list[dict[str, Any]], dict[Key, Episode | Begun]]:
-        """Groups by the numbers under which they are played, their prompts as rows, and what goes on of them."""
-        by_number = {self._number(places[group.group]): group for group in groups}
+    def _play(self, missing: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
+        run = self._run
+        # The numbers under which groups are played.
+        by_number = {self._number(places[group.group]): group for group in missing}
         prompts = [{**self._source.row(*places[group.group]), "group": number} for number, group in by_number.items()]
         begun = {
             (number, sample): each.state
@@ -263,11 +212,6 @@ class EpisodeWriter:
             for sample in group.samples
             if (each := self._played.get((*places[group.group], sample))) is not None
         }
-        return by_number, prompts, begun
-
-    def _play(self, missing: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
-        run = self._run
-        by_number, prompts, begun = self._asked(missing, places)
         again = [replace(group, group=number, begun=(), room=()) for number, group in by_number.items()]
         pool: Pool = RecordedPool(self._recorded()) if run.environment is None else run.environment
         room = missing[0].room[0] if missing[0].room else None
@@ -275,41 +219,33 @@ class EpisodeWriter:
         played = self._player.play(run.ready_engine(), again, prompts, sampling, pool, begun, room)
         # Where the step is halted, the error holds this frame: open episodes would stay with the environment.
         with closing(played):
-            yield from self._told(played, by_number, begun, places)
+            for batch in played:
+                yield self._told(batch, by_number, places)
+                run.refuse_halted()
 
     def _told(
-        self,
-        played: Iterator[list[Episode]],
-        by_number: Mapping[int, PromptGroup],
-        begun: Mapping[Key, Begun | Episode],
-        places: Sequence[GroupPlace],
-    ) -> Iterator[list[Completion]]:
-        run = self._run
-        for batch in played:
-            over, told = list[dict[str, Any]](), list[Completion]()
-            for one in batch:
-                done, group = one.completion, by_number[one.completion.group]
-                key, index = (*places[group.group], done.sample), group.samples.index(done.sample)
-                new = Row(*key, group.prompt_id, group.seeds[index], [*group.prompt])
-                each = self._played.setdefault(key, PlayedEpisode(new))
-                each.ends.append(len(done.tokens))
-                each.episode = one
-                if not one.goes_on:
-                    each.row, each.episode = self._row(each), None
-                    over.append({**asdict(each.row), "parts": each.ends})
-                before = len(group.begun_of(index))
-                told.append(replace(done, group=group.group).rest(before))
-                seconds = _new_seconds(one, begun.get((done.group, done.sample)))
-                times = run.environment_seconds.setdefault(self._index, {})
-                times.setdefault("/".join(map(str, key)), []).extend(seconds)
-            if over:
-                self._shards.append(pa.Table.from_pylist(over, schema=PLAYED_EPISODES))
-            yield told
-            run.refuse_halted()
+        self, batch: Sequence[Episode], by_number: Mapping[int, PromptGroup], places: Sequence[GroupPlace]
+    ) -> list[Completion]:
+        """The new parts of played episodes; those that are over are durable then."""
+        over, told = list[dict[str, Any]](), list[Completion]()
+        for one in batch:
+            done, group = one.completion, by_number[one.completion.group]
+            key, index = (*places[group.group], done.sample), group.samples.index(done.sample)
+            new = Row(*key, group.prompt_id, group.seeds[index], [*group.prompt])
+            each = self._played.setdefault(key, PlayedEpisode(new))
+            each.ends.append(len(done.tokens))
+            each.episode = one
+            if not one.goes_on:
+                self._run.environment_seconds.setdefault(self._index, []).extend(seconds_of(one))
+                each.row, each.episode = self._row(each), None
+                over.append({**asdict(each.row), "parts": each.ends})
+            told.append(replace(done, group=group.group).rest(len(group.begun_of(index))))
+        if over:
+            self._shards.append(pa.Table.from_pylist(over, schema=PLAYED_EPISODES))
+        return told
 
     @property
     def durable(self) -> Iterable[_Sample]:
-        """Episodes that are stored: those that are over."""
         return [key for key, each in self._played.items() if each.over]
 
     def attach_turns(self, rows: Sequence[Row]) -> None:
@@ -324,7 +260,6 @@ class EpisodeWriter:
             row.turns = whole.turns if row.finish else turns
 
     def has_more(self, rows: Sequence[Row]) -> bool:
-        """True if an episode is over and durable whose row is in flight."""
         played = (self._played.get(_sample(row)) for row in rows if not row.finish)
         return any(each is not None and each.over for each in played)
 
@@ -348,9 +283,9 @@ class EpisodeWriter:
         )
 
     def _recorded(self) -> pa.Table:
-        """The turns of the episodes in the step that a replay makes again, as kind `turns`."""
+        """The turns of the episodes in the step that a replay makes again."""
         assert self._run.replayed is not None, "only a replay has no environment"
-        store, artifacts = self._run.directory.store, self._run.replayed.ledger.artifacts(self._index)
+        store, artifacts = self._run.directory.store, self._run.replayed.artifacts(self._index)
         finished = store.get_table(artifacts[self._run.graph.artifact_of("turns")]).to_pylist()
         rows = [{**row, "group": self._number((self._index, row["group"]))} for row in finished]
         for row in store.get_table(artifacts[self._run.graph.artifact_of("next_stream")]).to_pylist():
@@ -369,17 +304,6 @@ def stream_table(rows: Iterable[Row], schema: pa.Schema) -> pa.Table:
 
 def _sample(row: Row) -> _Sample:
     return row.batch, row.group, row.sample
-
-
-def _new_seconds(episode: Episode, before: Episode | Begun | None) -> list[float]:
-    known = 0 if before is None else len(before.turns if isinstance(before, Episode) else before.ends)
-    new = seconds_of(replace(episode, turns=episode.turns[known:]))
-    return new if before is None else new[1:]
-
-
-def writer_of(run: RunContext, index: int, source: StreamPrompts, rows: Sequence[Row]) -> SegmentWriter | EpisodeWriter:
-    """The writer of a step: the engine alone, or with an environment, for which `rows` are those of the stream."""
-    return SegmentWriter(run, index) if run.config.environment is None else EpisodeWriter(run, index, source, rows)
 
 
 def _segment(done: Completion, group: PromptGroup, place: GroupPlace) -> dict[str, Any]:

@@ -41,11 +41,8 @@ def rollout_batch(
     """Stored tables as the batch of an update, and the effect of `correction.seq_logprob_error_threshold` on it.
 
     Rows of all tables correspond. Without `logprobs` the old ones are the rollout's own, or are to be those of the
-    update's forward (`logprobs.source`). With `environment.advantage: turn`, advantages differ by `turns`.
-
-    Raises:
-        UserError: a reward is not finite (a step of the user's own may have made it).
-    """
+    update's forward (`logprobs.source`). Raises UserError: a reward is not finite (a step of the user's own may have
+    made it)."""
     for key, reward in zip(keys_of(rewards), rewards["reward"].to_pylist(), strict=True):
         check_reward(reward, key)
     old = rollouts if logprobs is None and config.logprobs.source == "rollout" else logprobs
@@ -103,10 +100,7 @@ def turn_rewards(rewards: pa.Table, turns: pa.Table) -> list[TurnReward]:
 
 
 def counted_rows(rewards: pa.Table, config: RunConfig) -> Tensor:
-    """Bool [rows]: those that make the baseline of their group, whether a bound rejects them or not.
-
-    Those that a step has left out do not: their siblings would learn from rewards that the policy is not to get.
-    """
+    """Bool [rows]: those that make the baseline of their group, whether a bound rejects them or not."""
     outcomes, keep = rewards["outcome"].to_pylist(), rewards["keep"].to_pylist()
     pairs = zip(outcomes, keep, strict=True)
     return torch.tensor([kept and counts(outcome, config) for outcome, kept in pairs], dtype=torch.bool)
@@ -128,9 +122,8 @@ def rows_with_signal(rewards: pa.Table, turns: pa.Table | None, keep: Tensor | N
 def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
     """FP64 [B]: rewards minus the mean reward of `rows` in the group of their prompt.
 
-    Written apart from the advantages, which it judges (`rl.objective.reward_slope`). Both are relative to
-    the smallest reward of the group: what rounding leaves of a reward at the mean has the same sign.
-    """
+    Both are relative to the smallest reward of the group: what rounding leaves of a reward at the mean has the same
+    sign."""
     found, place = groups.unique(return_inverse=True)
     counts = torch.bincount(place[rows], minlength=len(found))
     lowest = torch.full((len(found),), torch.inf, dtype=torch.float64)
@@ -143,7 +136,6 @@ def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
 def without_large_errors(
     batch: RolloutBatch, rewards: Tensor, threshold: float | None
 ) -> tuple[RolloutBatch, dict[str, float]]:
-    """The batch without rows that differ too much (`row_errors_within`), and NeMo RL's metrics of that."""
     if threshold is None:
         return batch, {}
     assert batch.old_logprobs is not None, "the configuration was checked"
@@ -161,9 +153,7 @@ def row_errors_within(threshold: float, old: Tensor, sampled: Tensor, mask: Tens
 def learnt_tokens(rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table, config: RunConfig) -> Tensor:
     """Bool [B, C]: tokens of the rows of `rollout_batch` that are kept, whose stored log-probs an update begins with.
 
-    With `logprobs.source` rollout they are those of the first update: later ones begin with another policy, and their
-    forwards gave the stored log-probs.
-    """
+    With `logprobs.source` rollout they are those of the first update: later ones begin with another policy."""
     learnt = padded(rollouts["written"], torch.bool, False) & torch.tensor(rewards["keep"].to_pylist())[:, None]
     if (threshold := config.correction.seq_logprob_error_threshold) is not None:
         old, sampled = (padded(table["logprobs"], torch.float32, 0.0) for table in (logprobs, rollouts))
@@ -175,7 +165,6 @@ def learnt_tokens(rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table, con
 
 
 def reward_penalties(batch: RolloutBatch, config: RunConfig) -> Tensor | None:
-    """Penalty of `loss.reward_kl` on the rewards at each token, [B, C]; None where it is 0."""
     if config.loss.reward_kl == 0:
         return None
     assert batch.reference_logprobs is not None, "loss.reward_kl needs the reference step"

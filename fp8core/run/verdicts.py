@@ -18,7 +18,7 @@ from fp8core.rewards.scorer import Answer, Key, Verdict, VerdictOutcome
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.episode import Episode
 from fp8core.run.context import RunContext
-from fp8core.run.turns import completion_text, said_by_policy
+from fp8core.run.episodes import completion_text, said_by_policy
 from fp8core.store.tables import COMPLETION_KEY, key_of
 
 UNCHECKED_OUTCOMES: dict[VerdictOutcome, str] = {"timeout": "timed out", "crashed": "crashed"}
@@ -28,17 +28,12 @@ JUDGE = "judge"
 
 
 def counts(outcome: str, config: RunConfig) -> bool:
-    """True if a completion with this outcome counts in the loss and in the baseline of its group.
-
-    An episode whose environment fails has a part of its reward, which cannot be compared with other rewards.
-    """
+    """True if a completion with this outcome counts in the loss and in the baseline of its group."""
     left_out = config.environment is not None and config.environment.failed == "leave_out"
     return not (left_out and outcome in UNCHECKED_OUTCOMES)
 
 
 class Ending(NamedTuple):
-    """The end of an episode: outcome and reward by the environment, and the text for a verifier."""
-
     group: int
     outcome: str
     reward: float
@@ -48,7 +43,6 @@ class Ending(NamedTuple):
 
 
 def ending_of(episode: Episode, config: RunConfig, tokenizer: Tokenizer) -> Ending:
-    """The end of a played episode; the verifier reads its last turn."""
     done = episode.completion
     if config.environment is None or not episode.turns:
         text = completion_text(done, tokenizer, config.rollout.stop_strings)
@@ -76,7 +70,7 @@ def stored_endings(rollouts: pa.Table, turns: pa.Table | None) -> list[Ending]:
 
 
 class ScoredEpisode(NamedTuple):
-    """The verdict on an episode, its whole reward, and that without what other verifiers add: its score."""
+    """`score` is the reward without what other verifiers add."""
 
     verdict: Verdict
     reward: float
@@ -84,7 +78,7 @@ class ScoredEpisode(NamedTuple):
 
 
 def answers(asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[Answer]:
-    """The verifier's input for the episodes that it judges, in their order; `asked` are rows of kind `prompts`."""
+    """The verifier's input for the episodes that it judges, in their order."""
     rows = {row["group"]: row for row in asked}
     return [answer_to(rows[one.group], one.text, one.finish) for one in endings if one.outcome == JUDGE]
 
@@ -96,10 +90,7 @@ def answer_to(asked: Mapping[str, Any], completion: str, finish: str) -> Answer:
 
 
 def score(verifier: Verifier, asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[ScoredEpisode]:
-    """The verdict on each episode: the verifier's where the environment leaves it to that, else the environment's.
-
-    Of the others a right outcome scores 1, and the reward is that of the environment alone.
-    """
+    """The verdict on each episode: the verifier's where the environment leaves it to that, else the environment's."""
     verdicts = iter(verifier.verify(answers(asked, endings)))
     found = []
     for one in endings:
@@ -117,16 +108,15 @@ def score(verifier: Verifier, asked: Sequence[Mapping[str, Any]], endings: Seque
 
 
 def ended_as(outcome: str, detail: str) -> str:
-    """An outcome and what is known of it, for people."""
     return f"{outcome}: {detail}".removesuffix(": ")
 
 
 def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> None:
-    """Say how many answers could not be checked (errors: `failures`, but none where a replay takes recorded ones)."""
+    """Say how many answers could not be checked. Errors as `failures`, but none in a replay."""
     try:
         text = failures(judges(run.config), verdicts)
     except UserError as error:
-        if not run.takes_recorded:
+        if run.replayed is None:
             raise
         text = str(error)
     if text is not None:
@@ -134,16 +124,13 @@ def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> No
 
 
 def tell_endings(run: RunContext, what: str, turns: pa.Table) -> None:
-    """Say how many episodes ended before the policy's first turn, and how the first of them did.
-
-    `turns`: of kind `turns`. Raises UserError: all of them did, or the environment failed in all. A replay that takes
-    recorded answers goes on: an episode may have more turns than are recorded, which the comparison finds.
-    """
+    """Say how many episodes ended before the policy's first turn. Raises UserError: all did, or failed; not in a
+    replay."""
     ended = turns.filter(pc.not_equal(turns["outcome"], "")).select(["turn", "outcome", "detail"]).to_pylist()
     try:
         lines = early_endings(run.config, [(row["turn"], row["outcome"], row["detail"]) for row in ended])
     except UserError as error:
-        if not run.takes_recorded:
+        if run.replayed is None:
             raise
         lines = [str(error)]
     for text in lines:
@@ -151,10 +138,8 @@ def tell_endings(run: RunContext, what: str, turns: pa.Table) -> None:
 
 
 def early_endings(config: RunConfig, ended: Sequence[tuple[int, str, str]]) -> list[str]:
-    """A line on the episodes that ended before the policy's first turn, if there are any.
-
-    `ended`: of each episode the policy's turns, the outcome and its detail. Raises UserError: as `tell_endings`.
-    """
+    """A line on the episodes that ended early; `ended`: turns, outcome and detail of each.
+    Raises UserError as `tell_endings`."""
     unspoken = [each for each in ended if not each[0]]
     failed = [each for each in ended if each[1] in UNCHECKED_OUTCOMES]
     # Of some that failed, the verdicts tell.
@@ -179,8 +164,10 @@ def judges(config: RunConfig) -> str:
 
 
 def failures(setting: str, verdicts: Sequence[Verdict]) -> str | None:
-    """The number of answers that a verifier could not check, and why the first, in a line; None when each could. Raises
-    UserError: the main verifier, or the environment, could check none of them; with the setting that names it."""
+    """A line on answers that a verifier could not check, with the reason of the first; None when each could be.
+
+    Raises UserError: the main verifier, or the environment, could check none of them; with the setting that names
+    it."""
     failed = [verdict for verdict in verdicts if verdict.outcome in UNCHECKED_OUTCOMES]
     if not failed:
         return _failures_of_others(verdicts)
@@ -193,7 +180,6 @@ def failures(setting: str, verdicts: Sequence[Verdict]) -> str | None:
 
 
 def _failures_of_others(verdicts: Sequence[Verdict]) -> str | None:
-    """The failures of each verifier beside the main one, which counted as 0, and the reason of the first."""
     failed = [
         (part.name, verdict) for verdict in verdicts for part in verdict.added if part.outcome in UNCHECKED_OUTCOMES
     ]

@@ -1,32 +1,30 @@
-"""Verify a run's folder: every digest, every link of the chain of records, every reference.
+"""Verify a run's folder: every digest, and every link of the chain of records.
 
 The ledger names artifacts, checkpoints and manifests by their digests. A manifest's record names what each task read
-and stored, and the record of the step before. So the last record vouches for the whole run. The run may be live:
-entries that are not committed yet are left out.
-
-The chain alone proves that no record was changed without those after it. A folder whose records were all made anew is
-found by the head that MLflow holds (`flows.tracking.chain_head`).
+and stored, and the record of the step before. So the last record vouches for the whole run; MLflow holds its digest
+(`flows.tracking.chain_head`). The run may be live: entries that are not committed yet are left out.
 """
 
+import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from pydantic import JsonValue
 
 from fp8core.config.load import config_digest_at
-from fp8core.config.pipeline import PipelineConfig
 from fp8core.durable import Report, file_digest, folder_digest
-from fp8core.errors import UserError
-from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
+from fp8core.errors import StoredFileError, UserError
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, contents
 from fp8core.store.diff import content_differences
-from fp8core.store.json_text import shown, value_differences
+from fp8core.store.json_text import canonical_json, parse_json, shown, value_differences
 from fp8core.store.layout import LEDGER
-from fp8core.store.ledger import START, CheckpointEntry, RedoEntry, StepEntry, TaskEntry
-from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord, record_digest
-from fp8core.store.run_view import Commit, Finding, RunView, inspect_manifest, spans
+from fp8core.store.ledger import START, CheckpointEntry, RedoEntry, StepEntry, TaskEntry, weights_of
+from fp8core.store.manifest import StepManifest, StepRecord, record_digest
+from fp8core.store.run_view import Commit, Finding, RunView, spans
 from fp8core.training.saved_state import check_checkpoint, check_weights
 
 Watch = Callable[[StepManifest], None]
@@ -35,19 +33,13 @@ Watch = Callable[[StepManifest], None]
 def verify(view: RunView, report: Report | None = None, watch: Watch | None = None) -> Iterator[Finding]:
     """All findings, those of the quick checks first.
 
-    Args:
-        report: called with each number of bytes of artifacts and checkpoints that was read, `verified_bytes` in all.
-        watch: called with the manifest of each step.
-    """
+    `report` is called with each number of bytes of artifacts and checkpoints that was read, `verified_bytes` in all,
+    `watch` with the manifest of each step."""
     yield from view.problems
     yield from _order(view)
-    yield from view.cut_end()
     yield from _manifests(view, watch)
     yield from _artifacts(view, report)
     yield from _checkpoints(view, report)
-
-
-# --- the chain of steps ---
 
 
 def _order(view: RunView) -> Iterator[Finding]:
@@ -60,8 +52,6 @@ def _order(view: RunView) -> Iterator[Finding]:
                 yield Finding("error", f"{LEDGER}:{line}", problem, step=entry.step)
             case RedoEntry():
                 text = f"redone by code {shown(entry.code_version)} with another outcome, from which the run went on"
-                if not entry.gave_policy:
-                    text = "completions in flight begin anew: a policy or the answers of an environment changed"
                 yield Finding("note", f"{LEDGER}:{line}", text, step=entry.step, task=entry.task)
             case _:
                 pass
@@ -70,108 +60,49 @@ def _order(view: RunView) -> Iterator[Finding]:
 
 
 def _manifests(view: RunView, watch: Watch | None) -> Iterator[Finding]:
-    """Each manifest by itself and as a link of the chain; memory holds one at a time."""
     configurations = defaultdict(list)
     before: tuple[int, str | None] = (START - 1, None)
+    store = ArtifactStore(view.folder)
     for commit in view.commits:
-        manifest, problems = inspect_manifest(view.folder, commit)
-        yield from problems
-        if manifest is not None:
-            if watch is not None:
-                watch(manifest)
-            named = manifest.record.predecessor
-            if before[0] == commit.step - 1 and named != before[1]:
-                yield commit.error(f"its record names the predecessor {shown(named)}, which is {shown(before[1])}")
-            yield from _record(view, commit, manifest.record)
-            yield from _observations(commit, manifest.observed)
-            configurations[manifest.record.config_digest, manifest.record.level].append(commit.step)
-            before = (commit.step, record_digest(manifest))
+        yield from _copy_for_people(view.folder, commit)
+        try:
+            manifest = store.get_manifest(commit.entry.manifest)
+        except ArtifactError:  # It is reported with the other artifacts.
+            continue
+        if watch is not None:
+            watch(manifest)
+        named = manifest.record.predecessor
+        if before[0] == commit.step - 1 and named != before[1]:
+            yield commit.error(f"its record names the predecessor {shown(named)}, which is {shown(before[1])}")
+        yield from _record(commit, manifest.record)
+        configurations[manifest.record.config_digest, manifest.record.level].append(commit.step)
+        before = (commit.step, record_digest(manifest))
     for (digest, level), steps in configurations.items():
         if view.config is not None and (expected := config_digest_at(view.config, level)) != digest:
             problem = f"the digest of the configuration is {shown(expected)}, the records of steps {spans(steps)} say"
             yield Finding("error", "run.json", f"{problem} {shown(digest)}")
 
 
-# --- one step ---
+def _copy_for_people(folder: Path, commit: Commit) -> Iterator[Finding]:
+    try:
+        copy = canonical_json(parse_json((folder / commit.place).read_bytes(), "the manifest"), "manifest")
+    except (OSError, StoredFileError) as error:
+        yield commit.error(f"cannot be read: {error}")
+        return
+    if hashlib.sha256(copy).hexdigest() != commit.entry.manifest.digest:
+        yield commit.error("differs from the manifest that the ledger names")
 
 
-def _record(view: RunView, commit: Commit, record: StepRecord) -> Iterator[Finding]:
-    """The record against the ledger, which said the same before the step was committed."""
+def _record(commit: Commit, record: StepRecord) -> Iterator[Finding]:
     committed: dict[str, JsonValue] = {
         "step": commit.step,
         "code_version": commit.code_version,
         "weights_digest": commit.entry.weights_digest,
     }
-    stored = {task: _contents(entry.outputs) for task, entry in commit.tasks.items()}
+    stored = {task: contents(entry.outputs) for task, entry in commit.tasks.items()}
     differences = value_differences("record", committed, record.model_dump(include=set(committed)))
     for found in itertools.chain(differences, content_differences("record.outputs", stored, record.outputs)):
         yield commit.error(f"{found.path}: {shown(found.theirs)}, by the ledger {shown(found.ours)}")
-    if view.config is not None:
-        yield from _inputs(view, commit, record, view.config.pipeline)
-        yield from _policy_and_scales(view, commit, record, view.config.pipeline)
-
-
-def _inputs(view: RunView, commit: Commit, record: StepRecord, pipeline: PipelineConfig) -> Iterator[Finding]:
-    """Each input is an output of this step, of the step before, or of a redo of that step."""
-    before = view.steps.get(commit.step - 1)
-    if before is None and commit.step > START:
-        return
-    ports = {planned.name: planned.inputs() for planned in pipeline.steps} if before is not None else {}
-    produced = {name: name if commit.step == START + 1 else source for name, source in pipeline.carries.items()}
-    available = {**(_carried(produced, before.artifacts) if before is not None else {}), **commit.artifacts}
-    redone = [_contents(_carried(produced, redo.outputs)) for redo in view.redone.get(commit.step - 1, [])]
-    expected = {
-        task: _contents({port: available[name] for port, name in inputs.items() if name in available})
-        for task, inputs in ports.items()
-    }
-    continued = []
-    for found in content_differences("record.inputs", expected, record.inputs):
-        task, port = found.path.split(".")[2:]
-        read, name = record.inputs.get(task, {}).get(port), ports.get(task, {}).get(port, "")
-        if read is not None and read in [contents.get(name) for contents in redone]:
-            continued.append(found.path)
-        else:
-            yield commit.error(f"{found.path}: {shown(found.theirs)}, but its producer stored {shown(found.ours)}")
-    if continued:
-        yield Finding("note", commit.place, f"goes on from what was redone: {', '.join(continued)}", step=commit.step)
-
-
-def _carried(produced: Mapping[str, str], artifacts: Mapping[str, Ref]) -> dict[str, Ref]:
-    return {name: artifacts[source] for name, source in produced.items() if source in artifacts}
-
-
-def _policy_and_scales(
-    view: RunView, commit: Commit, record: StepRecord, pipeline: PipelineConfig
-) -> Iterator[Finding]:
-    artifacts = commit.artifacts
-    policy, scales = (
-        artifacts.get(name if commit.step == START else pipeline.carries.get(name, name))
-        for name in ("policy", "scales")
-    )
-    digest = scales.digest if scales is not None else None
-    if record.scales_digest != digest:
-        named = shown(record.scales_digest)
-        yield commit.error(f"record.scales_digest: {named}, but the stored scales are {shown(digest)}")
-    content = None if policy is None else _stored_json(view, policy)
-    expected = {"version": commit.step, "weights_digest": record.weights_digest}
-    if content is not None and content != expected:
-        yield commit.error(f"the stored policy is {content}, not {expected}")
-
-
-def _observations(commit: Commit, observed: StepObservations) -> Iterator[Finding]:
-    """Timings and paths are copies of those in the ledger."""
-    copied = observed.model_dump(include={"timings", "paths"})
-    seconds = {name: entry.seconds for name, entry in commit.tasks.items()}
-    original: JsonValue = {"timings": {**seconds}, "paths": {name: ref.uri for name, ref in commit.artifacts.items()}}
-    for found in value_differences("observed", copied, original):
-        yield commit.error(f"{found.path}: {shown(found.ours)}, by the ledger {shown(found.theirs)}")
-
-
-def _contents(artifacts: Mapping[str, Ref]) -> dict[str, Content]:
-    return {name: Content(digest=ref.digest, size=ref.size) for name, ref in artifacts.items()}
-
-
-# --- artifacts ---
 
 
 @dataclass(frozen=True)
@@ -185,7 +116,6 @@ class Reference:
 
 
 def references(view: RunView) -> list[Reference]:
-    """Every artifact that the ledger names, once, from the first line that names it."""
     found: dict[tuple[str, str, int], Reference] = {}
     for _, entry in view.entries:
         match entry:
@@ -202,28 +132,15 @@ def references(view: RunView) -> list[Reference]:
 
 
 def verified_bytes(view: RunView) -> int:
-    """Bytes of the artifacts and checkpoints that are there."""
     paths = [view.folder / reference.ref.uri for reference in references(view)]
     for folder in {view.folder / entry.uri for entry in _last_checkpoints(view).values()}:
         paths += folder.rglob("*")
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def _stored_json(view: RunView, ref: Ref) -> dict[str, Any] | None:
-    """A stored JSON object; None when it is missing or damaged, which `_artifacts` reports."""
-    try:
-        content = ArtifactStore(view.folder).get_json(ref)
-    except ArtifactError:
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
-    """Every artifact that the ledger names: present and unchanged, or removed by gc."""
-    named = references(view)
-    owners = {reference.ref.digest: reference for reference in named}
     removed = defaultdict[int, list[Ref]](list)
-    for reference in named:
+    for reference in references(view):
         ref = reference.ref
         path = view.folder / ref.uri
         try:
@@ -237,7 +154,8 @@ def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
             yield reference.error(f"cannot be read: {error.strerror}")
         else:
             if digest != ref.digest:
-                yield reference.error(_damage(ref, digest, size, owners))
+                expected = f"expected {shown(ref.digest)} of {ref.size} bytes"
+                yield reference.error(f"content differs: SHA-256 {shown(digest)} of {size} bytes, {expected}")
             elif size != ref.size:
                 yield reference.error(f"has {size} bytes, the ledger says {ref.size}")
     for step, refs in removed.items():
@@ -246,28 +164,21 @@ def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
         yield Finding("note", "artifacts", problem, step=step)
 
 
-def _damage(ref: Ref, digest: str, size: int, owners: Mapping[str, Reference]) -> str:
-    if (other := owners.get(digest)) is not None:
-        return f"holds the content of {other.ref.uri} ({other.ref.kind}, step {other.step})"
-    if size < ref.size:
-        return f"truncated: {size} of {ref.size} bytes"
-    expected = f"expected {shown(ref.digest)} of {ref.size} bytes"
-    return f"content differs: SHA-256 {shown(digest)} of {size} bytes, {expected}"
-
-
-# --- checkpoints ---
-
-
 def _last_checkpoints(view: RunView) -> dict[int, CheckpointEntry]:
     return {entry.step: entry for _, entry in view.entries if isinstance(entry, CheckpointEntry)}
 
 
 def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
-    """Every checkpoint: unchanged and of its step's weights, or pruned; the newest must be there."""
     entries, pruned = _last_checkpoints(view), []
-    dropped = {step for removal in view.removals for step in removal.steps}
     for step, entry in entries.items():
-        yield from _weights(view, entry)
+        if step not in view.steps:
+            yield Finding("error", entry.uri, "its step is not committed", step=step)
+        else:
+            with suppress(ArtifactError):  # It is reported with the other artifacts.
+                made = weights_of(view.ledger, ArtifactStore(view.folder), step)
+                if entry.weights_digest not in made:
+                    problem = f"holds weights {shown(entry.weights_digest)}, its step made {shown(made[0])}"
+                    yield Finding("error", entry.uri, problem, step=step)
         folder = view.folder / entry.uri
         try:
             digest = folder_digest(folder, report) if folder.is_dir() else None
@@ -280,28 +191,12 @@ def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
         except (OSError, UserError) as error:
             if folder.is_dir():
                 yield Finding("error", entry.uri, str(error).removeprefix(f"{folder}/"), step=step)
-            digest = None
         if not folder.is_dir():  # The live run may prune one while it is read.
             pruned.append(step)
-    if entries and (newest := max(entries)) in pruned and newest not in dropped:
+    if entries and (newest := max(entries)) in pruned and newest not in view.ledger.removed():
         problem = "the folder is missing, and it is the newest checkpoint"
         yield Finding("error", entries[newest].uri, problem, step=newest)
         pruned.remove(newest)
     if pruned:
         text = f"pruned, as later ones replace them or by gc: steps {spans(pruned)}"
         yield Finding("note", "checkpoints", text)
-
-
-def _weights(view: RunView, entry: CheckpointEntry) -> Iterator[Finding]:
-    """A checkpoint holds the policy of its step, or that of a redo of the step."""
-    redone = [ref for redo in view.redone.get(entry.step, []) for ref in redo.outputs.values()]
-    commit = view.steps.get(entry.step)
-    if commit is None:
-        yield Finding("error", entry.uri, "its step is not committed", step=entry.step)
-        return
-    made = commit.entry.weights_digest
-    policies = [_stored_json(view, ref) for ref in redone if ref.kind == "policy"]
-    again = [policy["weights_digest"] for policy in policies if policy is not None]
-    if entry.weights_digest not in (made, *again):
-        problem = f"holds weights {shown(entry.weights_digest)}, its step made {shown(made)}"
-        yield Finding("error", entry.uri, problem, step=entry.step)

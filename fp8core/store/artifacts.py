@@ -27,13 +27,11 @@ from fp8core import durable
 from fp8core.durable import io_timer
 from fp8core.errors import StoredFileError, printable
 from fp8core.models.safetensors_files import FileTensors
-from fp8core.store import schemas
 from fp8core.store.json_text import Bytes, canonical_json, parse_model
 from fp8core.store.layout import ARTIFACTS
-from fp8core.store.manifest import StepManifest
-from fp8core.store.tables import read_table
+from fp8core.store.manifest import Content, StepManifest
+from fp8core.store.tables import read_json, read_table, tensor_header
 
-_MAKER = "made_by"
 # Empty: safetensors writes metadata keys in random order; a single key keeps the bytes fixed.
 _METADATA = {"fp8_grpo": "{}"}
 
@@ -54,6 +52,10 @@ class Ref(BaseModel):
         description="Path relative to the run directory.",
     )
     size: Bytes = Field(description="Bytes of the file.")
+
+
+def contents(artifacts: Mapping[str, Ref]) -> dict[str, Content]:
+    return {name: Content(digest=ref.digest, size=ref.size) for name, ref in artifacts.items()}
 
 
 def encode_table(table: pa.Table) -> bytes:
@@ -80,7 +82,6 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def read_checked(path: Path, digest: str) -> bytes:
-    """The bytes of a file of known SHA-256. Raises ArtifactError."""
     with _reading(path):
         data = path.read_bytes()
     _refuse_other(path, hashlib.sha256(data).hexdigest(), digest)
@@ -88,7 +89,6 @@ def read_checked(path: Path, digest: str) -> bytes:
 
 
 def _check_content(path: Path, digest: str) -> None:
-    """`read_checked` without the whole content in memory."""
     with _reading(path):
         found = durable.file_digest(path)
     _refuse_other(path, found, digest)
@@ -100,10 +100,7 @@ def _refuse_other(path: Path, found: str, digest: str) -> None:
 
 
 class ArtifactStore:
-    """The artifacts of one run directory. Safe for threads.
-
-    The whole content of a file is in memory where it is written or read, but for `file_tensors` and `put_back`.
-    """
+    """The artifacts of one run directory. Safe for threads."""
 
     def __init__(self, root: Path, origin: Path | None = None) -> None:
         """`root` is the run directory, created by the first put. Missing files are read from the directory `origin`."""
@@ -111,7 +108,8 @@ class ArtifactStore:
         self._origin = origin
 
     def path(self, ref: Ref) -> Path:
-        return self._holder(ref) / ref.uri
+        own = self._root / ref.uri
+        return own if self._origin is None or own.exists() else self._origin / ref.uri
 
     def damage(self, ref: Ref) -> ArtifactError | None:
         """The error of the file of a reference; None when it has its digest."""
@@ -130,16 +128,12 @@ class ArtifactStore:
 
     @io_timer()
     def put_table(self, kind: str, table: pa.Table) -> Ref:
-        """Store a table as parquet (zstd). Raises UserError when the disk refuses."""
         return self._commit(kind, "parquet", encode_table(table))
 
     @io_timer()
     def get_table(self, ref: Ref, columns: Sequence[str] | None = None) -> pa.Table:
-        """A stored table, or those of some columns that it has, of its kind's schema. Raises ArtifactError.
-
-        The digest of the whole file is checked.
-        """
-        return _decoded(self._read(ref, "parquet"), ref.kind, self.path(ref), columns)
+        """A stored table, or those of some columns that it has, of its kind's schema. Raises ArtifactError."""
+        return _decoded(self._read(ref), ref.kind, self.path(ref), columns)
 
     @io_timer()
     def put_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> Ref:
@@ -152,9 +146,8 @@ class ArtifactStore:
 
     @io_timer()
     def get_tensors(self, ref: Ref) -> dict[str, Tensor]:
-        """Stored tensors, on the CPU, sorted by name. Raises ArtifactError."""
         try:
-            return dict(sorted(decode_tensors(self._read(ref, "safetensors")).items()))
+            return dict(sorted(decode_tensors(self._read(ref)).items()))
         except (SafetensorError, ValueError) as error:
             raise ArtifactError(f"{self.path(ref)}: {printable(str(error))}") from error
 
@@ -164,7 +157,7 @@ class ArtifactStore:
         path = self.path(ref)
         _check_content(path, ref.digest)
         with _reading(path):
-            return FileTensors(dict(sorted(schemas.tensor_header(path).items())))
+            return FileTensors(dict(sorted(tensor_header(path).items())))
 
     @io_timer()
     def put_json(self, kind: str, value: Any) -> Ref:
@@ -173,18 +166,13 @@ class ArtifactStore:
 
     @io_timer()
     def get_json(self, ref: Ref) -> Any:
-        """A stored JSON value of its kind's schema. Raises ArtifactError."""
         with _reading(self.path(ref)):
-            return schemas.read_json(self._read(ref, "json"), ref.kind, self.path(ref))
+            return read_json(self._read(ref), ref.kind, self.path(ref))
 
     @io_timer()
     def get_manifest(self, ref: Ref) -> StepManifest:
-        """The manifest of a step. Raises ArtifactError."""
         with _reading(self.path(ref)):
-            return parse_model(self._read(ref, "json"), StepManifest, f"{self.path(ref)}: not of kind manifest")
-
-    def digest_json(self, value: Any) -> str:
-        return hashlib.sha256(canonical_json(value, "value")).hexdigest()
+            return parse_model(self._read(ref), StepManifest, f"{self.path(ref)}: not of kind manifest")
 
     def _commit(self, kind: str, extension: str, data: bytes) -> Ref:
         digest = hashlib.sha256(data).hexdigest()
@@ -192,33 +180,20 @@ class ArtifactStore:
         durable.ensure_file(self._root / ref.uri, data)
         return ref
 
-    def _holder(self, ref: Ref) -> Path:
-        return self._root if self._origin is None or (self._root / ref.uri).exists() else self._origin
-
-    def _read(self, ref: Ref, extension: str) -> bytes:
-        path = self.path(ref)
-        if path.suffix != f".{extension}":
-            raise ArtifactError(f"{path}: the {ref.kind} artifact is not a {extension} file")
-        return read_checked(path, ref.digest)
+    def _read(self, ref: Ref) -> bytes:
+        return read_checked(self.path(ref), ref.digest)
 
 
 class RolloutShards:
     """The shards of one folder, tables of one kind, which the first `append` creates; one writer."""
 
-    def __init__(self, folder: Path, kind: str = "rollouts", made_by: str = "") -> None:
-        """`made_by`: what else than a step's inputs has decided their content (`discard_of_others`)."""
-        self._folder, self._kind, self._made_by = folder, kind, made_by
-        self._maker = folder / _MAKER
+    def __init__(self, folder: Path, kind: str = "rollouts") -> None:
+        self._folder = folder
+        self._kind = kind
         self._next: int | None = None
-
-    def discard_of_others(self) -> None:
-        known = self._maker.read_bytes() if self._maker.is_file() else b""
-        if self._made_by and known != self._made_by.encode():
-            self.clear()
 
     @io_timer()
     def append(self, table: pa.Table) -> None:
-        """Add the rows of a table durably. Raises UserError when the disk refuses."""
         buffer = io.BytesIO()
         # Half the time of an artifact: tokens and log-probs seldom repeat, and building a dictionary takes longest.
         pq.write_table(table, buffer, compression="zstd", use_dictionary=False, store_schema=False)
@@ -226,17 +201,12 @@ class RolloutShards:
         if self._next is None:
             committed = self._committed()
             self._next = int(committed[-1].name.split("-")[0]) + 1 if committed else 0
-        if self._made_by and not self._maker.is_file():
-            durable.write_file(self._maker, self._made_by.encode())
         durable.write_file(self._folder / f"{self._next:06d}-{hashlib.sha256(data).hexdigest()}.parquet", data)
         self._next += 1
 
     @io_timer()
     def read(self) -> pa.Table | None:
-        """The rows of all shards in the order of their `append`, None when there is no shard.
-
-        Raises ArtifactError for a damaged shard.
-        """
+        """The rows of all shards in the order of their `append`, None when there is none. Raises ArtifactError."""
         tables = [self._table(path) for path in self._committed()]
         return pa.concat_tables(tables) if tables else None
 
@@ -255,7 +225,6 @@ class RolloutShards:
     def clear(self) -> None:
         for path in self._committed():
             path.unlink()
-        self._maker.unlink(missing_ok=True)
         if self._folder.is_dir():
             durable.sweep(self._folder)
             self._folder.rmdir()
@@ -268,6 +237,5 @@ class RolloutShards:
 
 
 def _decoded(data: bytes, kind: str, path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table of `encode_table`, or those of some columns that it has. Raises ArtifactError."""
     with _reading(path):
         return read_table(pa.BufferReader(data), kind, path, columns)

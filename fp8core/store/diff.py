@@ -4,8 +4,9 @@ A record has fields that a step computes (seeds, inputs and outputs of its tasks
 circumstances (`causes`), and its predecessor. The last differs as soon as any earlier record does.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 import pyarrow as pa
@@ -19,11 +20,9 @@ from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import Difference, shown, value_differences
 from fp8core.store.layout import LEDGER
-from fp8core.store.ledger import START
+from fp8core.store.ledger import START, START_TASKS, stored_metrics
 from fp8core.store.manifest import Content, Contents, StepRecord
-from fp8core.store.run_view import Commit, RunView
-from fp8core.store.start_tasks import START_TASKS
-from fp8core.store.step_manifests import read_manifest
+from fp8core.store.run_view import RunView
 
 CAUSES = ("config_digest", "code_version", "model_revision", "precision", "executed", "level", "versions", "steps")
 """Fields of a record that can explain why others differ."""
@@ -44,7 +43,6 @@ class MetricDifference:
 
     @property
     def by(self) -> float | None:
-        """The absolute difference; None when one of the two is absent."""
         return None if self.ours is None or self.theirs is None else abs(self.ours - self.theirs)
 
     def __str__(self) -> str:
@@ -53,11 +51,10 @@ class MetricDifference:
 
 
 def first_difference(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> Difference | None:
-    """The first computed field in which the two differ; None when there is none.
+    """The first computed field in which the two differ: seeds, inputs and outputs task by task, scales, weights.
 
-    Seeds come first, then inputs and outputs task by task, then scales and weights. Tasks are sorted by `order` (the
-    names of the pipeline's steps), those of step 0 by `START_TASKS`; other tasks come last.
-    """
+    Tasks are sorted by `order` (the names of the pipeline's steps), those of step 0 by `START_TASKS`; others come
+    last."""
     return next(_differences(ours, theirs, order), None)
 
 
@@ -72,12 +69,15 @@ def metric_differences(
 ) -> list[MetricDifference]:
     """Metrics that differ, in the order of the iteration.
 
-    Two values agree within `absolute`, or within `relative` times the larger magnitude; a metric that only one side has
-    never agrees.
-    """
+    Two values agree within `absolute`, or within `relative` times the larger magnitude."""
     names = sorted({*ours, *theirs}, key=lambda name: (_rank(name.partition("/")[0], _SECTIONS), name))
-    found = [MetricDifference(name, ours.get(name), theirs.get(name)) for name in names]
-    return [metric for metric in found if not _agrees(metric, relative, absolute)]
+    found = []
+    for name in names:
+        both = MetricDifference(name, ours.get(name), theirs.get(name))
+        bound = max(absolute, relative * max(abs(both.ours or 0.0), abs(both.theirs or 0.0)))
+        if both.by is None or not both.by <= bound:
+            found.append(both)
+    return found
 
 
 def content_differences(field: str, ours: Contents, theirs: Contents) -> Iterator[Difference]:
@@ -86,22 +86,21 @@ def content_differences(field: str, ours: Contents, theirs: Contents) -> Iterato
         yield from _of_task(field, task, ours.get(task, {}), theirs.get(task, {}))
 
 
-def _circumstances(record: StepRecord) -> dict[str, JsonValue]:
+def _circumstances(record: StepRecord) -> dict[str, Any]:
     found = record.model_dump(mode="json", include=set(CAUSES))
-    # The scales that an engine reports are a result; `scales_digest` compares them.
-    sides = {side: _without_scales(said) for side, said in record.executed.items()}
-    return {**found, "executed": sides}
-
-
-def _without_scales(said: JsonValue) -> JsonValue:
-    return {key: value for key, value in said.items() if key != "scales"} if isinstance(said, dict) else said
+    for said in found["executed"].values():
+        if isinstance(said, dict):
+            # The scales that an engine reports are a result; `scales_digest` compares them.
+            said.pop("scales", None)
+    return found
 
 
 def _differences(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> Iterator[Difference]:
     yield from value_differences("step", ours.step, theirs.step)
     yield from value_differences("seeds", dict(ours.seeds), dict(theirs.seeds))
     names = [*START_TASKS] if ours.step == START else order
-    for task in _in_order({*ours.inputs, *ours.outputs, *theirs.inputs, *theirs.outputs}, names):
+    tasks = {*ours.inputs, *ours.outputs, *theirs.inputs, *theirs.outputs}
+    for task in sorted(tasks, key=lambda name: (_rank(name, names), name)):
         yield from _of_task("inputs", task, ours.inputs.get(task, {}), theirs.inputs.get(task, {}))
         yield from _of_task("outputs", task, ours.outputs.get(task, {}), theirs.outputs.get(task, {}))
     yield from value_differences("scales_digest", ours.scales_digest, theirs.scales_digest)
@@ -116,18 +115,8 @@ def _of_task(field: str, task: str, ours: Artifacts, theirs: Artifacts) -> Itera
             yield Difference(f"{field}.{task}.{name}", *values)
 
 
-def _in_order(names: Collection[str], order: Sequence[str]) -> list[str]:
-    return sorted(names, key=lambda name: (_rank(name, order), name))
-
-
 def _rank(name: str, names: Sequence[str]) -> int:
     return names.index(name) if name in names else len(names)
-
-
-def _agrees(metric: MetricDifference, relative: float, absolute: float) -> bool:
-    if metric.ours is None or metric.theirs is None:
-        return False
-    return abs(metric.ours - metric.theirs) <= max(absolute, relative * max(abs(metric.ours), abs(metric.theirs)))
 
 
 _NOTED = ("steps", "level")
@@ -137,12 +126,11 @@ _IN_FULL = ("versions",)
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between two runs.
+    """The differences of two runs.
 
-    configuration: settings that determine numbers. notes: settings that do not. circumstances: fields of the records
-    that can explain a difference, beside these settings, each with the first step in which it differs. first_step and
-    first_metric: the first difference of what was computed. last: the last committed step of each run.
-    """
+    `configuration` has settings that determine numbers, `notes` have the others. `circumstances` are fields of the
+    records that can explain a difference, each with the first step in which it differs. `last`: the last step of each
+    run."""
 
     configuration: list[Difference]
     notes: list[Difference]
@@ -158,11 +146,9 @@ class Comparison:
 
 
 def compare(ours: RunView, theirs: RunView) -> Comparison:
-    """Compare two runs by their configurations, manifests and metrics.
-
-    Raises UserError: the runs have no common step, or a ledger, a manifest or metrics that are needed are damaged.
-    """
-    for run in (ours, theirs):
+    """Compare two runs. Raises UserError: no common step, or a ledger, a manifest or metrics are damaged."""
+    runs = (ours, theirs)
+    for run in runs:
         for problem in run.problems:
             if problem.place.startswith(LEDGER):
                 raise StoredFileError(f"{run.folder}/{problem.place} cannot be compared: {problem.problem}")
@@ -180,17 +166,17 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
     first_step, first_metric = None, None
     order = [planned.name for planned in ours.config.pipeline.steps] if ours.config is not None else []
     for step in common:
-        records = _record(ours, step), _record(theirs, step)
-        for found in causes(*records):
+        here, there = (ArtifactStore(run.folder).get_manifest(run.steps[step].entry.manifest).record for run in runs)
+        for found in causes(here, there):
             if found.path in _NOTED:
                 notes.setdefault(found.path, found)
             elif found.path not in explained:
                 kind = found.path if _section(found) in _IN_FULL else _section(found)
                 circumstances.setdefault(kind, (step, found))
-        difference = first_difference(*records, order)
+        difference = first_difference(here, there, order)
         if difference is not None:
             first_step = first_step or (step, difference)
-            metric = _metric(ours, theirs, step) if first_metric is None else None
+            metric = _metric(runs, step) if first_metric is None else None
             first_metric = (step, metric) if metric is not None else first_metric
     return Comparison(
         configuration,
@@ -231,33 +217,16 @@ def with_equal_steps(configs: Sequence[RunConfig | None]) -> list[RunConfig | No
     ]
 
 
-def _record(run: RunView, step: int) -> StepRecord:
-    return read_manifest(ArtifactStore(run.folder), run.folder, run.steps[step].entry).record
-
-
-def _metric(ours: RunView, theirs: RunView, step: int) -> MetricDifference | None:
-    differences = metric_differences(_metrics(ours, ours.steps[step]), _metrics(theirs, theirs.steps[step]))
+def _metric(runs: Sequence[RunView], step: int) -> MetricDifference | None:
+    ours, theirs = (stored_metrics(run.ledger, ArtifactStore(run.folder), step) for run in runs)
+    differences = metric_differences(ours, theirs)
     # Runs of two modes have metrics that differ in name alone; one that both measured comes first.
     both = [found for found in differences if found.by is not None]
     return next(iter(both or differences), None)
 
 
-def _metrics(run: RunView, commit: Commit) -> dict[str, float]:
-    stored: dict[str, JsonValue] = {}
-    for ref in commit.artifacts.values():
-        if ref.kind == "metrics":
-            stored |= ArtifactStore(run.folder).get_json(ref)
-    return {name: value for name, value in stored.items() if isinstance(value, int | float)}
-
-
-_SHOWN = 60
-
-
 def content_difference(ours: ArtifactStore, our_ref: Ref, theirs: ArtifactStore, their_ref: Ref) -> str | None:
-    """One line on the first difference of two artifacts of one kind, None when their values are equal.
-
-    Raises ArtifactError: one of the files is missing or damaged.
-    """
+    """One line on the first difference of two artifacts of one kind, None for equal values. Raises ArtifactError."""
     match our_ref.uri.rpartition(".")[2]:
         case "json":
             return value_difference(ours.get_json(our_ref), theirs.get_json(their_ref))
@@ -267,52 +236,25 @@ def content_difference(ours: ArtifactStore, our_ref: Ref, theirs: ArtifactStore,
             return tensor_difference(ours.get_tensors(our_ref), theirs.get_tensors(their_ref))
 
 
-def value_difference(ours: Any, theirs: Any, place: str = "") -> str | None:
-    """The first place in which two JSON values differ, such as `layers[1].q: 0.5 against 0.25`; keys go by name."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in sorted({*ours, *theirs}):
-            inner = f"{place}.{key}" if place else key
-            if (key in ours) != (key in theirs):
-                return f"{inner} is absent on {'the other' if key in ours else 'this'} side"
-            if (found := value_difference(ours[key], theirs[key], inner)) is not None:
-                return found
-        return None
-    if isinstance(ours, list) and isinstance(theirs, list):
-        for i, (left, right) in enumerate(zip(ours, theirs, strict=False)):
-            if (found := value_difference(left, right, f"{place}[{i}]")) is not None:
-                return found
-        return None if len(ours) == len(theirs) else f"{place}: {len(ours)} items against {len(theirs)}"
-    return None if ours == theirs else f"{place}: {_shown(ours)} against {_shown(theirs)}"
+def value_difference(ours: JsonValue, theirs: JsonValue) -> str | None:
+    """The first place in which two JSON values differ, such as `layers[1].q: 0.5 against 0.25`."""
+    found = next(value_differences("", ours, theirs), None)
+    return None if found is None else shorten(str(found).removeprefix("."), 160, placeholder="...")
 
 
 def table_difference(ours: pa.Table, theirs: pa.Table) -> str | None:
-    """The first row in which two tables differ, and its first column that does."""
     if ours.column_names != theirs.column_names:
         return f"columns {', '.join(ours.column_names)} against {', '.join(theirs.column_names)}"
     for row, (left, right) in enumerate(zip(ours.to_pylist(), theirs.to_pylist(), strict=False)):
-        for column in ours.column_names:
-            if (found := value_difference(left[column], right[column], column)) is not None:
-                turn = (
-                    f" (group {left['group']}, sample {left['sample']}, turn {left['turn']})" if "turn" in left else ""
-                )
-                return f"row {row}{turn}, column {found}"
+        if (found := value_difference(left, right)) is not None:
+            return f"row {row}, column {found}"
     return None if ours.num_rows == theirs.num_rows else f"{ours.num_rows} rows against {theirs.num_rows}"
 
 
 def tensor_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str | None:
-    """The first tensor, by name, that differs, and in how many elements."""
     for name in sorted({*ours, *theirs}):
-        if name not in ours or name not in theirs:
-            return f"tensor {name} is absent on {'this' if name in theirs else 'the other'} side"
-        left, right = ours[name], theirs[name]
-        if left.shape != right.shape or left.dtype != right.dtype:
-            return f"tensor {name}: {left.dtype} {list(left.shape)} against {right.dtype} {list(right.shape)}"
-        differing = int((left != right).sum())
-        if differing:
-            return f"tensor {name}: {differing} of {left.numel()} elements differ"
+        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
+            return f"tensor {name}: of another shape, or on one side alone"
+        if differing := int((ours[name] != theirs[name]).sum()):
+            return f"tensor {name}: {differing} of {ours[name].numel()} elements differ"
     return None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,30 +1,23 @@
 """Remove artifacts and checkpoints of a run by its `artifacts.keep`.
 
-A kept step keeps every artifact that its manifest names. Kept are step 0, the steps that a rule selects, and the steps
-from the last intact checkpoint on, from which the run resumes. In a run that generates ahead that checkpoint is older
-than every policy that the next step scores tokens with. The other steps keep their manifest and their artifacts of kind
-`metrics` and `policy`, which curves, MLflow and the chain need. Their other artifacts and their checkpoints are
-removed, and so are files that no line of the ledger names.
-
-All functions are for the holder of the run's lock. The ledger names the steps before the first file goes, so that
-`verify` does not take what is gone for lost.
+A kept step keeps every artifact that it made or starts from. Kept are step 0, the steps that a rule selects, and the
+steps from the last intact checkpoint on. In a run that generates ahead that checkpoint is older than every policy that
+the next step scores tokens with. The other steps keep their manifest, metrics and policy, which curves, MLflow and the
+chain need. All functions are for the holder of the run's lock.
 """
 
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from fp8core.config.run import KeepConfig
-from fp8core.durable import remove_folder
-from fp8core.errors import UserError
+from fp8core.durable import folder_digest, remove_folder
+from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.checkpoints import held_policy, is_intact, last_written
 from fp8core.store.layout import ARTIFACTS, CHECKPOINTS, LEDGER
-from fp8core.store.ledger import START, Ledger, LedgerView, RemovalEntry
-from fp8core.store.manifest import StepManifest
-from fp8core.store.step_manifests import read_manifest
+from fp8core.store.ledger import CARRIED_KINDS, START, Ledger, LedgerView, RemovalEntry, stored_metrics
 
 _STAYS = frozenset({"metrics", "policy"})
 _CONTENT = re.compile(r"[0-9a-f]{64}\.[a-z]+")
@@ -58,31 +51,23 @@ def kept_steps(keep: KeepConfig, steps: Collection[int], values: Mapping[int, fl
 
 def metric_values(ledger: LedgerView, store: ArtifactStore, metric: str) -> dict[int, float]:
     """A metric of all finished iterations that have it. Raises ArtifactError."""
-    recorded = (
-        (step, store.get_json(ref))
-        for step in ledger.steps()
-        for ref in ledger.artifacts(step).values()
-        if ref.kind == "metrics"
-    )
-    return {step: metrics[metric] for step, metrics in recorded if metric in metrics}
+    recorded = {step: stored_metrics(ledger, store, step) for step in ledger.steps() if step > START}
+    return {step: metrics[metric] for step, metrics in recorded.items() if metric in metrics}
 
 
 def plan_removal(folder: Path, keep: KeepConfig | None, published: int | None = None, reach: int = 0) -> Removal:
     """Plan what to remove from a run's folder; without `keep` only files that the ledger does not name.
 
-    Steps after `published` are kept: their tables are not yet published. None: all are. So are those from a checkpoint
-    on that is `reach` updates older than the last step (`pipeline.reach`).
-
-    Raises UserError: the ledger, a manifest or a metric that is needed cannot be read, or no step has the metric of
-    `keep.best`.
-    """
+    Steps after `published` are kept (None: all are published). So are those from a checkpoint on that is `reach`
+    updates older than the last step (`pipeline.reach`). Raises UserError: a file that is needed cannot be read, or no
+    step has the metric of `keep.best`."""
     ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
     ledger.refuse_gap(START, max(ledger.steps(), default=START - 1))
     kept = set(ledger.steps()) if keep is None else _kept(folder, keep, ledger, store, reach)
     kept |= {step for step in ledger.steps() if published is not None and step > published}
     dropped = ledger.steps().keys() - kept
     kinds = {ref.digest: ref.kind for step in dropped for _, ref in ledger.outputs(step)}
-    staying = _staying(folder, ledger, store, kept)
+    staying = _staying(ledger, kept)
     # A checkpoint becomes such a rest while it goes.
     going = [(path, "checkpoint") for path in sorted((folder / CHECKPOINTS).glob(".*.partial"))]
     going += [
@@ -97,10 +82,7 @@ def plan_removal(folder: Path, keep: KeepConfig | None, published: int | None = 
 
 
 def remove(folder: Path, removal: Removal) -> None:
-    """Name the dropped steps in the ledger, then remove the files. Raises UserError: the disk refuses.
-
-    After a kill in between, `plan_removal` finds the remaining files again.
-    """
+    """Name the dropped steps in the ledger, then remove the files. Raises UserError: the disk refuses."""
     ledger = Ledger.open(folder / LEDGER)
     try:
         if removal.files and set(removal.dropped) - ledger.removed():
@@ -117,33 +99,37 @@ def remove(folder: Path, removal: Removal) -> None:
         ledger.close()
 
 
+def is_intact(checkpoint: Path, digest: str) -> bool:
+    """True if a checkpoint has the digest of the ledger. Raises StoredFileError: it cannot be read."""
+    try:
+        return folder_digest(checkpoint) == digest
+    except OSError as error:
+        raise StoredFileError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
 def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactStore, reach: int) -> set[int]:
     steps = set(ledger.steps())
     values = {} if keep.best is None else metric_values(ledger, store, keep.best.metric)
     if keep.best is not None and not values:
         raise UserError(f"artifacts.keep.best.metric: no step has a metric {keep.best.metric}")
     newest = max(steps, default=START) - reach
-    reached = (entry for entry in last_written(ledger) if entry.step <= newest)
-    ours = (entry for entry in reached if held_policy(ledger, store, entry) is not None)
+    reached = (entry for entry in ledger.last_checkpoints() if entry.step <= newest)
+    ours = (entry for entry in reached if ledger.held_policy(entry) is not None)
     intact = (entry.step for entry in ours if is_intact(folder / entry.uri, entry.digest))
     resumable = next(intact, START)
     return steps & (kept_steps(keep, steps, values) | {step for step in steps if step >= resumable})
 
 
-def _staying(folder: Path, ledger: LedgerView, store: ArtifactStore, kept: set[int]) -> set[str]:
+def _staying(ledger: LedgerView, kept: set[int]) -> set[str]:
+    """Digests of kept steps, of what they start from, and of the step that is not finished."""
     steps = ledger.steps()
-    finished = [ref for step in steps for _, ref in ledger.outputs(step) if step in kept or ref.kind in _STAYS]
-    last = ledger.last_step()
-    unfinished = [ref for _, ref in ledger.outputs(START if last is None else last + 1)]
-    manifests = [entry.manifest for entry in steps.values()]
-    contents = {digest for step in kept for digest in _contents(read_manifest(store, folder, steps[step]))}
-    return contents | {ref.digest for ref in [*finished, *unfinished, *manifests]}
-
-
-def _contents(manifest: StepManifest) -> Iterator[str]:
-    record = manifest.record
-    for task in [*record.inputs.values(), *record.outputs.values()]:
-        yield from (content.digest for content in task.values())
+    made = [(step, ref) for step in ledger.begun() for _, ref in ledger.outputs(step)]
+    staying = {entry.manifest.digest for entry in steps.values()}
+    for step, ref in made:
+        is_input = step + 1 in kept and ref.kind in CARRIED_KINDS.values()
+        if step in kept or step not in steps or is_input or ref.kind in _STAYS:
+            staying.add(ref.digest)
+    return staying
 
 
 def _size(path: Path) -> int:

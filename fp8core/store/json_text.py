@@ -19,15 +19,12 @@ _Model = TypeVar("_Model", bound=BaseModel)
 def canonical_json(value: Any, name: str) -> bytes:
     """JSON with one spelling for one value: sorted keys, no spaces, ASCII.
 
-    Raises UserError for NaN and infinities, which names the path of keys that starts with `name`; TypeError for what
-    JSON cannot hold.
-    """
+    Raises UserError: NaN or infinity, with its path of keys from `name` on; TypeError: what JSON cannot hold."""
     _refuse_non_json(value, name)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def parse_json(data: bytes, place: object) -> Any:
-    """The value of a JSON file. Raises StoredFileError that starts with `place`: it is not JSON."""
     try:
         return from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -53,10 +50,7 @@ def mistake(error: ValidationError) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """One field of two records: its path, such as `outputs.train.next_policy`, and both values; None where absent.
-
-    An artifact's value is `{"digest": ..., "size": ...}`.
-    """
+    """One field of two records: its path, such as `outputs.train.next_policy`, and both values; None where absent."""
 
     path: str
     ours: JsonValue
@@ -66,16 +60,18 @@ class Difference:
         return f"{self.path}: {shown(self.ours)} against {shown(self.theirs)}"
 
     def change(self, above: str) -> str:
-        """As a change from the first value to the second, the path without the part `above`."""
         key = self.path.removeprefix(above).removeprefix(".")
         return f"{key} {shown(self.ours)} -> {shown(self.theirs)}".strip()
 
 
 def value_differences(path: str, ours: JsonValue, theirs: JsonValue) -> Iterator[Difference]:
-    """The leaves below `path` in which two JSON values differ; lists are leaves."""
+    """The leaves below `path` in which two JSON values differ; lists of different lengths are leaves."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in {**ours, **theirs}:
             yield from value_differences(f"{path}.{key}", ours.get(key), theirs.get(key))
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for i, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+            yield from value_differences(f"{path}[{i}]", left, right)
     elif ours != theirs:
         yield Difference(path, ours, theirs)
 

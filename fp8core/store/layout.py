@@ -19,20 +19,16 @@ POLICY: Final = "policy"
 
 
 def manifest_place(step: int) -> str:
-    """Path of the manifest of a step for people to read, relative to the run directory."""
     return f"{MANIFESTS}/{step:05d}.json"
 
 
 def checkpoint_place(step: int) -> str:
-    """Path of the checkpoint of a step, relative to the run directory."""
     return f"{CHECKPOINTS}/{step:05d}"
 
 
 def shards_of_steps(run: Path) -> list[Path]:
-    """The folders of shards in a run's folder, each named by its step, ascending."""
     return sorted((run / SHARDS).glob("[0-9]*"))
 
 
 def shards_place(step: int) -> str:
-    """Path of the shards of a step, relative to the run directory."""
     return f"{SHARDS}/{step:05d}"

@@ -5,19 +5,21 @@ precedes them (warm start, first scales, first evaluation), so that the policy a
 a step was computed again, its later entry wins.
 """
 
+import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fp8core import durable
 from fp8core.errors import StoredFileError, UserError
-from fp8core.store.artifacts import Ref
-from fp8core.store.json_text import Seconds, StepNumber, UnixMilliseconds, UnixSeconds, mistake
+from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.json_text import Seconds, StepNumber, UnixMilliseconds, UnixSeconds, canonical_json, mistake
+from fp8core.store.metrics import OF_START, start_metrics
 
 START = 0
 """The step that precedes the first iteration."""
@@ -49,9 +51,6 @@ class StepEntry(_Entry):
     weights_digest: str = Field(description="Of the policy that the step produced.")
     committed_ms: UnixMilliseconds = Field(description="Unix milliseconds.")
     seconds: Seconds = Field(0.0, description="How long its manifest took, up to this line.")
-    compiled: int | None = Field(
-        None, ge=0, description="Kernels that were compiled since the step before; null: not counted (no GPU)."
-    )
 
 
 class CheckpointEntry(_Entry):
@@ -89,11 +88,6 @@ class RedoEntry(_Entry):
     outputs: dict[str, Ref] = Field(description="Artifact name -> what the run goes on from, in place of the task's.")
     code_version: str = Field(description="Of the process that redid it.")
 
-    @property
-    def gave_policy(self) -> bool:
-        """True for an update; of any other task, completions began anew."""
-        return any(ref.kind == "policy" for ref in self.outputs.values())
-
 
 class BoundEntry(_Entry):
     """A bound of `alignment.stop` that was crossed, and what was done about it: counting begins anew after the step."""
@@ -121,89 +115,81 @@ Entry = Annotated[
 ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
 
 
-class _Index:
-    """Entries by kind and step; later ones replace earlier ones."""
-
-    def __init__(self) -> None:
-        self.tasks: dict[int, dict[str, TaskEntry]] = {}
-        self.steps: dict[int, StepEntry] = {}
-        self.checkpoints: list[CheckpointEntry] = []
-        self.segments: list[SegmentEntry] = []
-        self.redone: dict[int, dict[str, RedoEntry]] = {}
-        self.bounds: list[BoundEntry] = []
-        self.removed: set[int] = set()
-
-    def add(self, entry: Entry) -> None:
-        match entry:
-            case TaskEntry():
-                self.tasks.setdefault(entry.step, {})[entry.task] = entry
-                # It ran anew, from other inputs or by other code than what was redone before.
-                self.redone.get(entry.step, {}).pop(entry.task, None)
-            case StepEntry():
-                self.steps[entry.step] = entry
-            case CheckpointEntry():
-                self.checkpoints.append(entry)
-            case SegmentEntry():
-                self.segments.append(entry)
-            case RedoEntry():
-                self.redone.setdefault(entry.step, {})[entry.task] = entry
-            case BoundEntry():
-                self.bounds.append(entry)
-            case RemovalEntry():
-                self.removed |= set(entry.steps)
-
-
-def _read(path: Path) -> tuple[_Index, int]:
-    """The entries of a ledger, and where its last whole line ends."""
+def _read(path: Path) -> tuple[list[Entry], int]:
+    """The entries of a ledger, one a line, and where its last whole line ends."""
     try:
         lines, end = durable.read_lines(path)
     except OSError as error:
-        raise StoredFileError(f"cannot read the ledger {path}: {error.strerror}") from error
-    index = _Index()
+        raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
+    entries = list[Entry]()
     for number, line in enumerate(lines, start=1):
         try:
-            entry = ENTRY.validate_json(line)
+            entries.append(ENTRY.validate_json(line))
         except ValidationError as error:
             raise StoredFileError(f"{path}:{number}: not a ledger entry: {mistake(error)}") from error
-        index.add(entry)
-    return index, end
+    return entries, end
 
 
 class LedgerView:
-    """The entries of a ledger, read-only: the run may be live."""
+    """The entries of a ledger, read-only: the run may be live. Later ones of a task or a step replace earlier ones."""
 
-    def __init__(self, path: Path, index: _Index) -> None:
+    def __init__(self, path: Path, entries: Sequence[Entry] = ()) -> None:
         self._path = path
-        self._index = index
+        self.entries = list[Entry]()
+        self._tasks: dict[int, dict[str, TaskEntry]] = {}
+        self._steps: dict[int, StepEntry] = {}
+        self._checkpoints: list[CheckpointEntry] = []
+        self._segments: list[SegmentEntry] = []
+        self._redone: dict[int, dict[str, RedoEntry]] = {}
+        self._bounds: list[BoundEntry] = []
+        self._removed: set[int] = set()
+        for entry in entries:
+            self._add(entry)
 
     @classmethod
     def read(cls, path: Path) -> "LedgerView":
-        """The entries of this moment.
-
-        Raises UserError: no ledger, or a malformed line (file:line).
-        """
+        """The entries of this moment. Raises UserError: no ledger, or a malformed line (file:line)."""
         return LedgerView(path, _read(path)[0])
+
+    def _add(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        match entry:
+            case TaskEntry():
+                self._tasks.setdefault(entry.step, {})[entry.task] = entry
+                # It ran anew, from other inputs or by other code than what was redone before.
+                self._redone.get(entry.step, {}).pop(entry.task, None)
+            case StepEntry():
+                self._steps[entry.step] = entry
+            case CheckpointEntry():
+                self._checkpoints.append(entry)
+            case SegmentEntry():
+                self._segments.append(entry)
+            case RedoEntry():
+                self._redone.setdefault(entry.step, {})[entry.task] = entry
+            case BoundEntry():
+                self._bounds.append(entry)
+            case RemovalEntry():
+                self._removed |= set(entry.steps)
 
     def holds_work(self) -> bool:
         """True if any task is finished; before that, the run's configuration may still change."""
         return bool(self.tasks(START))
 
     def tasks(self, step: int) -> dict[str, TaskEntry]:
-        return dict(self._index.tasks.get(step, {}))
+        return dict(self._tasks.get(step, {}))
 
     def begun(self) -> list[int]:
-        """Steps with a finished task or a redo that gave another result, finished or not, in order."""
-        return sorted(self._index.tasks.keys() | self._index.redone.keys())
+        """Steps with a finished task or a redo, in order."""
+        return sorted(self._tasks.keys() | self._redone.keys())
 
     def artifacts(self, step: int) -> dict[str, Ref]:
         return {name: ref for task in self.tasks(step).values() for name, ref in task.outputs.items()}
 
     def redone(self, step: int) -> dict[str, RedoEntry]:
-        """The redos of a step, by task, that gave another result, and after which the task did not run anew."""
-        return dict(self._index.redone.get(step, {}))
+        """The redos of a step, by task, after which the task did not run anew."""
+        return dict(self._redone.get(step, {}))
 
     def outputs(self, step: int) -> list[tuple[str, Ref]]:
-        """All artifacts by name that the finished tasks of a step stored, and that their redos gave."""
         made: list[TaskEntry | RedoEntry] = [*self.tasks(step).values(), *self.redone(step).values()]
         return [named for entry in made for named in entry.outputs.items()]
 
@@ -214,77 +200,74 @@ class LedgerView:
 
     def inexact_steps(self) -> list[int]:
         """Steps whose update, redone, gave another policy, and those after which completions began anew."""
-        # Copies: another thread may append.
-        redone = [entry for tasks in list(self._index.redone.values()) for entry in list(tasks.values())]
-        return sorted({entry.step for entry in redone})
+        # A copy: another thread may append.
+        return sorted(step for step, tasks in list(self._redone.items()) if tasks)
 
     def step(self, number: int) -> StepEntry | None:
-        return self._index.steps.get(number)
+        return self._steps.get(number)
 
     def refuse_gap(self, first: int, last: int) -> None:
-        """Raises StoredFileError: a step from `first` to `last` is not finished."""
         for index in range(first, last + 1):
             if self.step(index) is None:
                 raise StoredFileError(f"{self._path}: step {last} is committed, but step {index} is not")
 
     def steps(self) -> dict[int, StepEntry]:
-        return dict(self._index.steps)
+        return dict(self._steps)
 
     def last_step(self) -> int | None:
-        """The highest finished step (0: the warm start); None when there is none."""
-        return max(self._index.steps, default=None)
+        return max(self._steps, default=None)
 
     def checkpoints(self) -> list[CheckpointEntry]:
-        """The checkpoints in the order in which they were written."""
-        return list(self._index.checkpoints)
+        return list(self._checkpoints)
 
-    def newest_checkpoints(self) -> Iterator[CheckpointEntry]:
-        """The checkpoints from the last one back."""
-        yield from reversed(self.checkpoints())
+    def last_checkpoints(self) -> list[CheckpointEntry]:
+        """The checkpoint of each step that was written last, from the last one back."""
+        return list({entry.step: entry for entry in self._checkpoints}.values())[::-1]
+
+    def held_policy(self, entry: CheckpointEntry) -> Ref | None:
+        """The policy that the run went on from after a step, if the checkpoint holds it; None: a redo gave another."""
+        content = {"version": entry.step, "weights_digest": entry.weights_digest}
+        digest = hashlib.sha256(canonical_json(content, "policy")).hexdigest()
+        effective = self.effective_outputs(entry.step).values()
+        return next((ref for ref in effective if ref.kind == "policy" and ref.digest == digest), None)
 
     def segments(self) -> list[SegmentEntry]:
-        return list(self._index.segments)
+        return list(self._segments)
 
     def last_segment(self) -> SegmentEntry | None:
-        return self._index.segments[-1] if self._index.segments else None
+        return self._segments[-1] if self._segments else None
 
     def was_cut(self, number: int) -> bool:
         """True if a process began between the first task of a finished step and its commit."""
-        index = self._index
-        began, ended = (
-            min(task.started for task in index.tasks[number].values()),
-            index.steps[number].committed_ms / 1000,
-        )
-        return any(began < segment.started < ended for segment in index.segments)
+        began = min(task.started for task in self._tasks[number].values())
+        ended = self._steps[number].committed_ms / 1000
+        return any(began < segment.started < ended for segment in self._segments)
 
     def bounds(self, since: int) -> list[BoundEntry]:
-        """The crossings of bounds by step `since`, an iteration, and later ones, in order."""
-        return [entry for entry in self._index.bounds if entry.step >= since]
+        return [entry for entry in self._bounds if entry.step >= since]
 
     def removed(self) -> set[int]:
         """Steps whose files, but for metrics and policy, gc removed."""
-        return set(self._index.removed)
+        return set(self._removed)
 
     def last_bound(self) -> BoundEntry | None:
-        return self._index.bounds[-1] if self._index.bounds else None
+        return self._bounds[-1] if self._bounds else None
 
 
 class Ledger(LedgerView):
     """A ledger open for appending; the one writer holds the run's lock. Safe for threads."""
 
-    def __init__(self, path: Path, file: FileIO, index: _Index) -> None:
-        super().__init__(path, index)
+    def __init__(self, path: Path, file: FileIO, entries: Sequence[Entry]) -> None:
+        super().__init__(path, entries)
         self._file = file
         self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open or create a ledger, and cut off a torn last line.
-
-        Raises UserError for any other line that is malformed (file:line), and when the file cannot be read or written.
-        """
+        """Open or create a ledger, and cut off a torn last line. Raises UserError: a malformed line (file:line), the
+        disk."""
         durable.make_folder(path.parent)
-        index, end = _read(path) if path.exists() else (_Index(), 0)
+        entries, end = _read(path) if path.exists() else ([], 0)
         try:
             file = FileIO(path, "a")
             durable.sync_path(path.parent)
@@ -292,7 +275,7 @@ class Ledger(LedgerView):
             os.fsync(file.fileno())
         except OSError as error:
             raise durable.unwritable(path, error) from error
-        return cls(path, file, index)
+        return cls(path, file, entries)
 
     def append(self, *entries: Entry) -> None:
         """Append entries durably, in one write. Raises UserError (a full disk), and then appends nothing."""
@@ -303,8 +286,46 @@ class Ledger(LedgerView):
             except OSError as error:
                 raise UserError(f"cannot append to the ledger {self._path}: {error.strerror}") from error
             for entry in entries:
-                self._index.add(entry)
+                self._add(entry)
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
         self._file.close()
+
+
+def weights_of(ledger: LedgerView, store: ArtifactStore, step: int) -> list[str]:
+    """Digests of the weights that a finished step made, and then its redos. Raises ArtifactError."""
+    redone = [ref for redo in ledger.redone(step).values() for ref in redo.outputs.values() if ref.kind == "policy"]
+    return [ledger.steps()[step].weights_digest, *(store.get_json(ref)["weights_digest"] for ref in redone)]
+
+
+def stored_metrics(ledger: LedgerView, store: ArtifactStore, index: int) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for ref in ledger.artifacts(index).values():
+        if index == START and ref.kind in OF_START:
+            metrics |= start_metrics(ref.kind, store.get_json(ref))
+        if index > START and ref.kind == "metrics":
+            metrics |= store.get_json(ref)
+    return metrics
+
+
+class StartTask(NamedTuple):
+    """A task of step 0; the ledger has it under the name of the step that does the same later, people see `stage`."""
+
+    stage: str
+    outputs: Mapping[str, str]
+
+
+START_TASKS: Final[Mapping[str, StartTask]] = {
+    "warm_start": StartTask("warm_start", {"policy": "policy", "weights": "weights"}),
+    "calibrate": StartTask("first_scales", {"scales": "scales"}),
+    "evaluate": StartTask("first_evaluation", {"evaluation": "evaluation", "heldout_turns": "turns"}),
+    "stream": StartTask("stream", {"stream": "stream"}),
+    "precision_gap": StartTask("precision_gap", {"precision_gap": "precision_gap"}),
+}
+"""Name in the ledger -> task, in the order in which they run; not every run has the last two."""
+
+CARRIED_FROM: Final[Mapping[str, str]] = {"policy": "warm_start", "scales": "calibrate", "stream": "stream"}
+"""Artifact that an iteration may start from -> the task of step 0 that makes the first one."""
+CARRIED_KINDS: Final[Mapping[str, str]] = {
+    artifact: START_TASKS[task].outputs[artifact] for artifact, task in CARRIED_FROM.items()
+}

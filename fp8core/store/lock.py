@@ -4,15 +4,12 @@ import fcntl
 import json
 import os
 import socket
-import time
 import weakref
 from io import FileIO
 from pathlib import Path
 
 from fp8core.durable import unwritable
 from fp8core.errors import UserError
-
-_PROBE_SECONDS = 0.1  # Longer than `is_held` ever holds the lock.
 
 
 class RunLock:
@@ -30,7 +27,7 @@ class RunLock:
         except OSError as error:
             raise unwritable(path, error) from error
         try:
-            _lock(file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
             file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         except BlockingIOError as error:
@@ -42,7 +39,6 @@ class RunLock:
         return cls(file)
 
     def release(self) -> None:
-        """Free the lock; a second call does nothing."""
         self._file.close()
 
 
@@ -56,18 +52,6 @@ def is_held(path: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def _lock(file: FileIO) -> None:
-    """Raises BlockingIOError when another process holds the lock for longer than `is_held` does."""
-    deadline = time.monotonic() + _PROBE_SECONDS
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_PROBE_SECONDS / 10)
 
 
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()

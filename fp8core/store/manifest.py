@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import subprocess
-from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -82,11 +81,6 @@ class StepObservations(_Part):
         description="Answers of an environment to rollouts: their number, and seconds (p50, p95, max); empty: none, or "
         "another process had them.",
     )
-    answers: dict[str, list[Seconds]] = Field(
-        default_factory=dict,
-        description="Seconds of each of these answers, by episode: step of its prompt, group, sample. The first of an "
-        "episode opens it.",
-    )
 
 
 class StepManifest(_Part):
@@ -103,10 +97,7 @@ def record_digest(manifest: StepManifest) -> str:
 
 
 class Head(NamedTuple):
-    """The newest link of a chain, with which the whole run is verified.
-
-    As text it is `12:` and the 64 hex digits of the digest.
-    """
+    """The newest link of a chain; as text `12:` and the 64 hex digits of the digest."""
 
     step: int
     digest: str
@@ -117,27 +108,12 @@ class Head(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError: it is not the text of a head."""
         if (parts := _HEAD.fullmatch(text)) is None:
             raise ValueError(f"{text[:80]!r} is not the head of a chain (STEP:DIGEST)")
         return cls(int(parts[1]), parts[2])
 
     def __str__(self) -> str:
         return f"{self.step}:{self.digest}"
-
-
-@dataclass
-class Chain:
-    """Digests of the records of a run, by step."""
-
-    digests: dict[int, str] = field(default_factory=dict)
-
-    def add(self, manifest: StepManifest) -> None:
-        self.digests[manifest.record.step] = record_digest(manifest)
-
-    @property
-    def last(self) -> int | None:
-        return max(self.digests, default=None)
 
 
 # CUDA's are compiled when they are first used.
@@ -170,7 +146,6 @@ def code_version(*packages: Path) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Version of Python and of each installed library that can change numbers or files."""
     versions = {"python": platform.python_version()}
     found = {name: installed_version(name) for name in _LIBRARIES}
     return versions | {name: version for name, version in found.items() if version is not None}
@@ -203,7 +178,6 @@ def hardware() -> dict[str, JsonValue]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """The output of git, or None when there is no git or it refuses."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -9,13 +9,12 @@
 A run that may be live is looked at without the lock: `ArtifactStore(path)` and `LedgerView.read(path / LEDGER)`.
 """
 
-import errno
 import os
 import shutil
 import uuid
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -42,7 +41,7 @@ class RunDescription(BaseModel):
 
     @property
     def tracking_uri(self) -> str | None:
-        """The tracking store that the run was begun with, without a password; None: the configuration named none."""
+        """The tracking store that the run was begun with, without a password."""
         section = self.config.get("tracking")
         uri = section.get("uri") if isinstance(section, dict) else None
         return uri if isinstance(uri, str) else None
@@ -51,52 +50,41 @@ class RunDescription(BaseModel):
 class RunDirectory:
     """The folder of a run that this process executes, from `create_or_open` to `close`."""
 
-    def __init__(
-        self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, swept: list[Path], origin: Path | None
-    ) -> None:
+    def __init__(self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, origin: Path | None) -> None:
         self.path = path
         self.store = store
         self.ledger = ledger
-        self.swept = swept
         self._lock = lock
         self._origin = origin
 
     @classmethod
     def create_or_open(cls, root: Path, origin: Path | None = None) -> Self:
-        """Creates a run's folder or opens an existing one, takes its lock and removes what killed writers left.
+        """Creates or opens a run's folder, takes its lock and removes what killed writers left.
 
-        `origin` is another run's folder, from which artifacts (`ArtifactStore`) and checkpoints are read that this one
-        lacks.
-
-        Raises UserError: the folder cannot be written, another process holds it (with its pid and host), or the
-        ledger is malformed.
-        """
+        Artifacts and checkpoints that it lacks are read from `origin`, another run's folder. Raises UserError: the
+        folder cannot be written, another process holds it (with its pid and host), or the ledger is malformed."""
         path = root.absolute()
         durable.make_folder(path, durable.PRIVATE)
-        lock = RunLock.acquire(path / LOCK)
-        try:
+        with ExitStack() as opened:
+            lock = RunLock.acquire(path / LOCK)
+            opened.callback(lock.release)
             for name in FOLDERS:
                 durable.make_folder(path / name, durable.PRIVATE)
             ledger = Ledger.open(path / LEDGER)
-            try:
-                return cls(path, ArtifactStore(path, origin), lock, ledger, _sweep(path, ledger), origin)
-            except BaseException:
-                ledger.close()
-                raise
-        except BaseException:
-            lock.release()
-            raise
+            opened.callback(ledger.close)
+            _sweep(path, ledger)
+            opened.pop_all()
+            return cls(path, ArtifactStore(path, origin), lock, ledger, origin)
 
     def write_description(self, config: dict[str, JsonValue], code_version: str) -> RunDescription:
-        """Writes run.json and returns it; a later one keeps the run's `id`. Raises UserError when the disk refuses."""
+        """Writes run.json and returns it; a later one keeps the run's `id`."""
         assert not self.ledger.holds_work(), "no work may depend on another run.json"
-        begun_in = os.getcwd()
         known = self.description()
         description = RunDescription(
             id=uuid.uuid4().hex if known is None else known.id,
             config=config,
             code_version=code_version,
-            begun_in=begun_in,
+            begun_in=os.getcwd(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self.write_text(DESCRIPTION, description.model_dump_json(indent=2) + "\n")
@@ -114,7 +102,6 @@ class RunDirectory:
         return own if self._origin is None or own.exists() else self._origin / entry.uri
 
     def write_text(self, name: str, text: str) -> Path:
-        """Writes a file of the run by its name in the folder, durably and atomically. Raises UserError."""
         path = self.path / name
         durable.write_file(path, text.encode())
         return path
@@ -126,42 +113,31 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def checkpoint_folders(run: Path) -> dict[int, Path]:
-    """The checkpoints of a run by their steps, ascending."""
     found = (run / CHECKPOINTS).glob("[0-9]*")
     folders = (path for path in found if path.name.isdecimal() and path.is_dir() and not path.is_symlink())
     return dict(sorted((int(folder.name), folder) for folder in folders))
 
 
-def _sweep(path: Path, ledger: Ledger) -> list[Path]:
-    """Removes unfinished files and checkpoints, and the shards of steps that were killed before they cleared them.
-
-    A checkpoint without a line is never loaded, and would count as one of those that are kept.
-    """
-    committed = [folder for folder in shards_of_steps(path) if ledger.step(int(folder.name)) is not None]
-    for folder in committed:
-        RolloutShards(folder).clear()
-    partial = sorted((path / CHECKPOINTS).glob(durable.partial_folder(Path("*")).name))
-    newest = next((entry.step for entry in ledger.newest_checkpoints()), START)
-    last = ledger.last_step() or START
-    # Of a later step than the last one, the end of the ledger was cut off: all of that is left to the user.
-    unnamed = [folder for step, folder in checkpoint_folders(path).items() if newest < step <= last]
-    if unnamed:
-        entered = {entry.uri for entry in ledger.checkpoints()}
-        unnamed = [folder for folder in unnamed if folder.relative_to(path).as_posix() not in entered]
+def _sweep(path: Path, ledger: Ledger) -> None:
+    """Removes unfinished files, checkpoints without a line, and the shards of steps that are committed."""
+    entered = {entry.uri for entry in ledger.checkpoints()}
+    for folder in shards_of_steps(path):
+        if ledger.step(int(folder.name)) is not None:
+            RolloutShards(folder).clear()
+    partial = (path / CHECKPOINTS).glob(durable.partial_folder(Path("*")).name)
+    found = checkpoint_folders(path).values()
+    unnamed = [folder for folder in found if folder.relative_to(path).as_posix() not in entered]
     for folder in (*partial, *unnamed):
         shutil.rmtree(folder)
-    return durable.sweep(path) + committed + partial + unnamed
+    durable.sweep(path)
 
 
 def refuse_in_use(folder: Path) -> None:
-    """Raises UserError when a process (with its pid and host) has the run of this folder."""
     RunLock.acquire(folder / LOCK).release()
 
 
@@ -170,15 +146,14 @@ def read_description(folder: Path) -> RunDescription | None:
     path = folder / DESCRIPTION
     try:
         data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
-            return None
         raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
     return parse_model(data, RunDescription, f"{path}: not a description of a run")
 
 
 def stored_description(folder: Path) -> RunDescription:
-    """As `read_description`; raises UserError where there is none."""
     if (described := read_description(folder)) is None:
         raise UserError(f"{folder}: no run (no {DESCRIPTION})")
     return described

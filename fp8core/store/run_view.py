@@ -1,50 +1,32 @@
-"""A view of a run's folder, read without its lock: configuration, ledger, manifests.
+"""A view of a run's folder, read without its lock: configuration, ledger, and where the run comes from.
 
-A file that cannot be read becomes a finding, so that `verify` goes on with the rest. `Provenance` is where a run
-comes from: its configuration, and the code, libraries and machines that made each of its steps.
+A file that cannot be read becomes a finding, so that `verify` goes on with the rest.
 """
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
 from fp8core.config.load import config_digest, reload_config
 from fp8core.config.run import RunConfig
-from fp8core.durable import read_lines
 from fp8core.errors import StoredFileError, UserError
-from fp8core.store.artifacts import ArtifactStore, Ref
-from fp8core.store.json_text import mistake
-from fp8core.store.layout import CHECKPOINTS, DESCRIPTION, LEDGER, MANIFESTS, manifest_place
-from fp8core.store.ledger import (
-    ENTRY,
-    START,
-    CheckpointEntry,
-    Entry,
-    RedoEntry,
-    RemovalEntry,
-    SegmentEntry,
-    StepEntry,
-    TaskEntry,
-)
+from fp8core.store.artifacts import Ref
+from fp8core.store.layout import DESCRIPTION, LEDGER, manifest_place
+from fp8core.store.ledger import START, CheckpointEntry, Entry, LedgerView, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import StepManifest, record_digest
 from fp8core.store.run_directory import RunDescription, stored_description
-from fp8core.store.step_manifests import read_manifest, second_copy
 
 _SHOWN_DIGITS = 12
-_STEP = re.compile(r"([0-9]{5,8})(?:\.|$)")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of `verify`: the file, its problem, and the step, task and kind that it belongs to."""
-
     severity: Literal["error", "note"]
     place: str
     problem: str
@@ -61,9 +43,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Commit:
-    """A committed step: its line of the ledger, the tasks before that line, and the code of its segment."""
+    """A committed step: its entry in the ledger, the tasks before it, and the code of its segment."""
 
-    line: int
     entry: StepEntry
     tasks: Mapping[str, TaskEntry]
     code_version: str
@@ -74,7 +55,6 @@ class Commit:
 
     @property
     def place(self) -> str:
-        """Path of its manifest, relative to the run directory."""
         return manifest_place(self.step)
 
     @property
@@ -87,61 +67,56 @@ class Commit:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run's folder without manifests, artifacts and checkpoints; `config` is None when it cannot be read.
-
-    `finished` has the steps that were committed by the files that were there before the ledger was read.
-    """
+    """A run's folder without manifests, artifacts and checkpoints; `config` is None when it cannot be read."""
 
     folder: Path
     description: RunDescription
     config: RunConfig | None
-    entries: Sequence[tuple[int, Entry]]
-    commits: Sequence[Commit]
-    finished: Set[int]
+    ledger: LedgerView
     problems: Sequence[Finding]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a run's folder. Raises UserError: there is no run.json, or it is malformed."""
-        description = stored_description(folder)
+        description, ledger, config = stored_description(folder), LedgerView(folder / LEDGER), None
         problems: list[Finding] = []
-        # The run may go on meanwhile. Manifests and checkpoints come first: the ledger has the lines before them.
-        # Artifacts come last, because each was stored before its line.
-        finished = _finished(folder)
-        entries = _entries(folder, problems)
-        commits = list(_commits(description, entries))
-        config = _config(description, problems)
-        return cls(folder, description, config, entries, commits, finished, problems)
+        try:
+            ledger = LedgerView.read(folder / LEDGER)
+        except StoredFileError as error:
+            place, _, problem = str(error).removeprefix(f"{folder}/").partition(": ")
+            problems.append(Finding("error", place, problem))
+        try:
+            config = reload_config(description.config)
+        except UserError as error:
+            problems.append(Finding("error", DESCRIPTION, f"this version cannot read the configuration: {error}"))
+        return cls(folder, description, config, ledger, problems)
 
-    @cached_property
-    def removals(self) -> list[RemovalEntry]:
-        """The removals by gc, in order."""
-        return [entry for _, entry in self.entries if isinstance(entry, RemovalEntry)]
-
-    @cached_property
-    def removed(self) -> set[str]:
-        """Digests of the artifacts of steps that gc thinned out, which no other step has; some are still there."""
-        steps = {step for removal in self.removals for step in removal.steps}
-        thinned, whole = set[str](), set[str]()
-        for _, entry in self.entries:
-            if isinstance(entry, TaskEntry | RedoEntry):
-                (thinned if entry.step in steps else whole).update(ref.digest for ref in entry.outputs.values())
-        return thinned - whole
-
-    @cached_property
-    def redone(self) -> dict[int, list[RedoEntry]]:
-        """The redos by step: each gave another result than the task had stored, which did not run anew later."""
-        found: dict[int, list[RedoEntry]] = defaultdict(list)
-        for _, entry in self.entries:
-            if isinstance(entry, RedoEntry):
-                found[entry.step].append(entry)
-            elif isinstance(entry, TaskEntry):
-                found[entry.step] = [redo for redo in found[entry.step] if redo.task != entry.task]
-        return dict(found)
+    @property
+    def entries(self) -> Iterator[tuple[int, Entry]]:
+        """The entries of the ledger with the numbers of their lines."""
+        return enumerate(self.ledger.entries, start=1)
 
     @cached_property
     def steps(self) -> dict[int, Commit]:
-        return {commit.step: commit for commit in self.commits}
+        """The committed steps in the order of the ledger."""
+        found, code_version = dict[int, Commit](), self.description.code_version
+        for entry in self.ledger.entries:
+            if isinstance(entry, SegmentEntry):
+                code_version = entry.code_version
+            if isinstance(entry, StepEntry):
+                found[entry.step] = Commit(entry, self.ledger.tasks(entry.step), code_version)
+        return found
+
+    @property
+    def commits(self) -> list[Commit]:
+        return list(self.steps.values())
+
+    @cached_property
+    def removed(self) -> set[str]:
+        """Digests of the artifacts of steps that gc thinned out, which no other step has."""
+        steps, thinned, whole = self.ledger.removed(), set[str](), set[str]()
+        for step in self.ledger.begun():
+            (thinned if step in steps else whole).update(ref.digest for _, ref in self.ledger.outputs(step))
+        return thinned - whole
 
     @property
     def process_seconds(self) -> list[float]:
@@ -165,33 +140,8 @@ class RunView:
 
     @property
     def gap(self) -> str | None:
-        """The first missing step before the last committed one, in words; None: none is missing."""
         missing = next((index for index in range(len(self.steps)) if index not in self.steps), None)
         return None if missing is None else f"step {max(self.steps)} is committed, but step {missing} is not"
-
-    def cut_end(self) -> Iterator[Finding]:
-        """An error where files of the folder are of later steps than the ledger."""
-        last, known = max(self.steps, default=START - 1), max(self.finished, default=START - 1)
-        if known > last and not any(problem.place == LEDGER for problem in self.problems):
-            ends = "holds no finished step" if last < START else f"ends with step {last}"
-            problem = f"{ends}, but by manifests and checkpoints step {known} was finished: its end was cut off"
-            yield Finding("error", LEDGER, problem)
-
-
-def inspect_manifest(folder: Path, commit: Commit) -> tuple[StepManifest | None, list[Finding]]:
-    """The manifest of a step from its artifact or from manifests/, whichever has the digest of the ledger.
-
-    None when neither has; and the findings about the file in manifests/, which must equal the artifact.
-    """
-    problems = list[Finding]()
-    try:
-        second_copy(folder, commit.entry)
-    except StoredFileError as error:
-        problems.append(commit.error(str(error)))
-    try:
-        return read_manifest(ArtifactStore(folder), folder, commit.entry), problems
-    except StoredFileError:  # Both are reported, the artifact with all others.
-        return None, problems
 
 
 def spans(steps: Iterable[int]) -> str:
@@ -203,54 +153,6 @@ def spans(steps: Iterable[int]) -> str:
         else:
             parts.append([step])
     return ", ".join("-".join(map(str, part)) for part in parts)
-
-
-def _finished(folder: Path) -> set[int]:
-    """The steps that must be in the ledger: those with a checkpoint, and those before one with a manifest."""
-    manifests, checkpoints = (
-        {int(number[1]) for path in folder.glob(f"{name}/*") if (number := _STEP.match(path.name)) is not None}
-        for name in (MANIFESTS, CHECKPOINTS)
-    )
-    return checkpoints | {step - 1 for step in manifests}
-
-
-def _config(description: RunDescription, problems: list[Finding]) -> RunConfig | None:
-    try:
-        return reload_config(description.config)
-    except UserError as error:
-        problems.append(Finding("error", DESCRIPTION, f"this version cannot read the configuration: {error}"))
-        return None
-
-
-def _entries(folder: Path, problems: list[Finding]) -> list[tuple[int, Entry]]:
-    """The entries of the ledger with the numbers of their lines, without a torn last line."""
-    try:
-        lines, _ = read_lines(folder / LEDGER)
-    except OSError as error:
-        problems.append(Finding("error", LEDGER, f"cannot be read: {error.strerror}"))
-        return []
-    entries = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entries.append((number, ENTRY.validate_json(line)))
-        except ValidationError as error:
-            problems.append(Finding("error", f"{LEDGER}:{number}", f"not an entry: {mistake(error)}"))
-    return entries
-
-
-def _commits(description: RunDescription, entries: Sequence[tuple[int, Entry]]) -> Iterator[Commit]:
-    tasks: dict[int, dict[str, TaskEntry]] = defaultdict(dict)
-    code_version = description.code_version
-    for line, entry in entries:
-        match entry:
-            case SegmentEntry():
-                code_version = entry.code_version
-            case TaskEntry():
-                tasks[entry.step][entry.task] = entry
-            case StepEntry():
-                yield Commit(line, entry, dict(tasks[entry.step]), code_version)
-            case _:
-                pass
 
 
 @dataclass
@@ -282,17 +184,19 @@ class Provenance:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
     def lines(self, view: RunView) -> list[tuple[str, str]]:
-        """Everything as facts with their values; values that changed name their steps."""
         described, config = view.description, view.config
         lines = [("run", f"{view.folder} (id {described.id}, begun {described.created})")]
         if config is not None:
             lines.append(("configuration", f"{config.name} ({config_digest(config)[:_SHOWN_DIGITS]})"))
         if self.last is not None:
             lines.append(("steps", f"{spans(view.steps)} committed, {self.last.record.steps} asked for"))
-        lines += [("not committed", f"step {step}: {', '.join(tasks)}") for step, tasks in _uncommitted(view).items()]
-        for number, segment in enumerate(_segments(view), start=1):
+        open_step = max(view.steps, default=START - 1) + 1
+        if tasks := view.ledger.tasks(open_step):
+            lines.append(("not committed", f"step {open_step}: {', '.join(tasks)}"))
+        for number, segment in enumerate(view.ledger.segments(), start=1):
             code = segment.code_version[:_SHOWN_DIGITS]
-            text = f"{number}: {_time(segment)}, process {segment.pid} on {segment.host}, code {code}"
+            started = datetime.fromtimestamp(segment.started, UTC).isoformat(timespec="seconds")
+            text = f"{number}: {started}, process {segment.pid} on {segment.host}, code {code}"
             lines.append(("segment", text))
         for fact, values in self.seen.items():
             shown = {value[:_SHOWN_DIGITS] if fact == "code" else value: steps for value, steps in values.items()}
@@ -312,28 +216,12 @@ class Provenance:
             "config_digest": config_digest(config) if config is not None else None,
             "steps": spans(view.steps),
             "steps_asked_for": self.last.record.steps if self.last is not None else None,
-            "segments": [segment.model_dump(mode="json", exclude={"event"}) for segment in _segments(view)],
+            "segments": [segment.model_dump(mode="json", exclude={"event"}) for segment in view.ledger.segments()],
             "seen": {
                 fact: {value: spans(steps) for value, steps in values.items()} for fact, values in self.seen.items()
             },
             "last_record": record_digest(self.last) if self.last is not None else None,
         }
-
-
-def _uncommitted(view: RunView) -> dict[int, list[str]]:
-    last, tasks = max(view.steps, default=START - 1), defaultdict(list)
-    for _, entry in view.entries:
-        if isinstance(entry, TaskEntry) and entry.step > last:
-            tasks[entry.step].append(entry.task)
-    return dict(tasks)
-
-
-def _segments(view: RunView) -> list[SegmentEntry]:
-    return [entry for _, entry in view.entries if isinstance(entry, SegmentEntry)]
-
-
-def _time(segment: SegmentEntry) -> str:
-    return datetime.fromtimestamp(segment.started, UTC).isoformat(timespec="seconds")
 
 
 def _git(state: dict[str, JsonValue]) -> str:

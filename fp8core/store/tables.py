@@ -7,14 +7,18 @@ policy wrote. Those of tools and users in between are context, and stay out of l
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from fp8core.errors import StoredFileError, first_line, printable
+from fp8core.errors import StoredFileError, UserError, first_line, printable
+from fp8core.models.safetensors_files import StoredTensor, read_header
 from fp8core.rewards.scorer import Key
+from fp8core.store.json_text import StepNumber, mistake, parse_json
 
 COMPLETION_KEY = ("group", "sample")
 """Columns whose values are the `Key` of a completion, or of an episode."""
@@ -160,7 +164,6 @@ def scores_of(rewards: pa.Table) -> pa.ChunkedArray:
 
 
 def nested_turns(rollouts: pa.Table, turns: pa.Table) -> pa.Array:
-    """The turns of each completion as one value, in the order of the rollouts."""
     found: dict[Key, list[dict[str, Any]]] = {key: [] for key in keys_of(rollouts)}
     for row in turns.to_pylist():
         found[key_of(row)].append({name: row[name] for name in (field.name for field in _SHARD_TURN)})
@@ -168,7 +171,6 @@ def nested_turns(rollouts: pa.Table, turns: pa.Table) -> pa.Array:
 
 
 def unnested_turns(rollouts: pa.Table) -> pa.Table:
-    """The table of kind `turns` of completions that carry their turns (`SHARD_TURNS`)."""
     rows = [
         {"group": group, "sample": sample, **turn}
         for (group, sample), turns in zip(keys_of(rollouts), rollouts[SHARD_TURNS].to_pylist(), strict=True)
@@ -178,7 +180,7 @@ def unnested_turns(rollouts: pa.Table) -> pa.Table:
 
 
 class TableSchema(NamedTuple):
-    """Columns of a table of one kind, and others that it may have; a step of the user's own may add more."""
+    """A step of the user's own may add more columns."""
 
     columns: pa.Schema
     optional: Sequence[pa.Field] = ()
@@ -228,5 +230,51 @@ def _check_columns(found: pa.Schema, schema: TableSchema, place: object) -> None
 
 
 def text_digest(text: str) -> str:
-    """SHA-256 (64 hex digits) of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+HELDOUT_SAMPLES, SAMPLE_CHARACTERS = 8, 800
+"""What an evaluation keeps of texts: the first held-out prompts, the same ones each time, and characters of a text."""
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class _Content(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Policy(_Content):
+    """The weights of a version of the policy."""
+
+    version: StepNumber
+    weights_digest: str
+
+
+class HeldoutSample(_Content):
+    """A held-out prompt, the end of its text, and the beginning of the greedy completion, of `length` tokens."""
+
+    prompt_id: str
+    prompt: str
+    text: str
+    length: Annotated[int, Field(ge=0)]
+    score: Number
+
+
+JSON: Mapping[str, TypeAdapter[Any]] = {"policy": TypeAdapter(Policy), "metrics": TypeAdapter(dict[str, Number])}
+
+
+def read_json(data: bytes, kind: str, place: object) -> Any:
+    value = parse_json(data, place)
+    if kind in JSON:
+        try:
+            JSON[kind].validate_python(value)
+        except ValidationError as error:
+            raise StoredFileError(f"{place}: not of kind {kind}: {mistake(error)}") from error
+    return value
+
+
+def tensor_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        return read_header(path)
+    except UserError as error:
+        raise StoredFileError(printable(str(error))) from error

@@ -24,7 +24,7 @@ from fp8core.models.safetensors_files import StoredTensor, read_folder
 from fp8core.numerics.fingerprint import digest_of, fingerprint
 from fp8core.store.json_text import StepNumber, parse_model
 from fp8core.store.layout import POLICY
-from fp8core.store.schemas import tensor_header
+from fp8core.store.tables import tensor_header
 
 STATE, MASTERS, OPTIMISER, SHARDS = "trainer.json", "masters.safetensors", "optimiser.safetensors", "megatron"
 

@@ -27,10 +27,10 @@ from fp8core.durable import folder_digest
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling, sample_seed
-from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
+from fp8core.run.refusals import graph_of
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import Entry, Ledger, LedgerView, SegmentEntry, TaskEntry
@@ -210,15 +210,8 @@ class Training:
         audit: Instant | None = None,
         arrange: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start a life.
-
-        Args:
-            before: it dies right before this becomes durable, such as `3 train`.
-            after: it dies right after that.
-            watch: it notifies this watch instead.
-            audit: it dies at this instant.
-            arrange: it calls this first.
-        """
+        """Start a life that dies right before, or right after, a thing such as `3 train` becomes durable, or at an
+        instant. It notifies `watch` instead, and calls `arrange` first."""
         notes = os.open(self._notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.pid = os.fork()
         if self.pid == 0:

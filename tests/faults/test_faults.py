@@ -17,12 +17,12 @@ from fp8core.report.console import Console
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales, SyncReport
 from fp8core.run.build import build_trainer
-from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import BoundError, begin, iterate, watch
 from fp8core.run.open import open_directory, open_run
 from fp8core.run.policy import SyncError
+from fp8core.run.refusals import graph_of
 
 STEPS = 2
 

@@ -18,7 +18,7 @@ from waiting import wait_for
 
 from flows.training_pages import STEP_FLOW
 from fp8core.config.load import load_config
-from fp8core.run.checks.settings import graph_of
+from fp8core.run.refusals import graph_of
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.manifest import StepManifest
 

@@ -21,7 +21,7 @@ from flows.parity import parity
 from flows.parity_plan import VariantName
 from fp8core.config.load import load_config
 from fp8core.parity.measure import VARIANTS, variant_settings
-from fp8core.run.checks.settings import graph_of
+from fp8core.run.refusals import graph_of
 
 
 @pytest.fixture(scope="module")

@@ -44,13 +44,3 @@ def test_a_difference_comes_after_its_causes_and_ends_the_replay(whole_run, repl
     assert len(lines) == 4
     assert errors.endswith("not replayed: steps 2 to 3, which start from what step 1 gave\n")
     assert json.loads((tmp_path / "out.json").read_text())["equal"] is False
-
-
-def test_repair_puts_files_back_and_says_so(run_copy, replay):
-    metrics = run_copy.file(2, "metrics")
-    held = metrics.read_bytes()
-    metrics.unlink()
-    code, _, errors = replay(run_copy.folder, "--step", 2, "--repair")
-    assert code == 0
-    assert errors.startswith(f"step 2: artifact metrics was damaged ({metrics}: the file is missing); put back")
-    assert metrics.read_bytes() == held

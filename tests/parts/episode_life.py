@@ -12,9 +12,9 @@ from fp8core.config.load import reload_config
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Reply
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
+from fp8core.run.refusals import graph_of
 
 _PRELOADED = ["fp8core.run.loop", "fp8core.run.open", "fp8core.environments.pool", "pandas", "torch._dynamo"]
 

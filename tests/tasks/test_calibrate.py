@@ -5,7 +5,7 @@ from fp8core.config.load import load_config
 from fp8core.config.steps import NoOptions
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import PolicyScales
-from fp8core.run.scales import lag_error
+from fp8core.run.scoring import lag_error
 from tasks.calibrate import calibrate, evenly_spaced
 
 

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pytest
 
 from fp8core.config.load import load_config
-from fp8core.run.commit import stored_metrics
-from fp8core.run.step_metrics import reward_metrics, rollout_metrics, turn_metrics
+from fp8core.store.ledger import stored_metrics
 from fp8core.store.tables import REWARDS
+from tasks.record import reward_metrics, rollout_metrics, turn_metrics
 
 
 def test_lengths_and_ends_of_completions():

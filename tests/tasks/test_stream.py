@@ -1,7 +1,6 @@
 """Runs that generate beside the update: what they learn from, and that a kill or a replay changes none of it."""
 
 import io
-import shutil
 import threading
 import time
 from collections import Counter
@@ -12,10 +11,10 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.run.checks.settings import graph_of
 from fp8core.run.execute import StepError, run_step
 from fp8core.run.loop import Execution, train
 from fp8core.run.open import open_directory, open_run
+from fp8core.run.refusals import graph_of
 from fp8core.run.verify import verify
 from fp8core.store.run_view import RunView
 
@@ -157,15 +156,6 @@ def test_without_staleness_it_is_the_synchronous_run(loop_run, whole_run, settin
     assert_synchronous(run, whole_run)
 
 
-def test_one_step_off_learns_from_whole_completions_of_the_policy_before(loop_run):
-    run = loop_run("off", **{"pipeline.mode": "one_step_off", "pipeline.verified_share": 1.0})
-    for step in range(1, 5):
-        rollouts = run.store.get_table(run.ledger.artifacts(step)["rollouts"])
-        written = {version for versions in rollouts["versions"].to_pylist() for version in versions}
-        assert written == {max(0, step - 2)}
-        assert run.store.get_json(run.ledger.artifacts(step)["metrics"])["alignment/tokens_differing"] == 0
-
-
 def test_every_token_has_the_log_prob_of_the_version_that_wrote_it(ahead):
     ages, spans = set(), set()
     for step in range(1, 5):
@@ -180,23 +170,10 @@ def test_every_token_has_the_log_prob_of_the_version_that_wrote_it(ahead):
     assert spans == {1, 2}, "updates land in flight"
 
 
-IN_TURN = SETTINGS | {"pipeline.ahead_tokens": 0, "pipeline.max_staleness": 2, "pipeline.chunk_tokens": 64}
-
-
-def test_in_turn_one_rollout_generates_for_several_steps(loop_run):
-    """Nothing is generated beside an update."""
-    run = loop_run("in-turn", **IN_TURN, evaluation={"every": 100})
-    metrics = [run.store.get_json(run.ledger.artifacts(step)["metrics"]) for step in range(1, 5)]
-    assert [each["rollout/staleness_max"] for each in metrics[:3]] == [0, 1, 2]
-    for each in metrics:
-        assert (each["rollout/tokens_beside_update"], each["alignment/tokens_differing"]) == (0, 0)
-
-
-@pytest.mark.parametrize("task", ["rollout", "ahead", "train", "record"])
+@pytest.mark.parametrize("task", ["rollout", "train"])
 def test_a_run_that_was_cut_ends_with_the_same_bytes(ahead, tmp_path, task):
     """After each task of a step: what is still to be generated is written by the policy that it began with."""
-    shutil.copytree(ahead.folder.parent, tmp_path / "loop")
-    run = type(ahead)(tmp_path / "loop" / "ahead")
+    run = ahead.copy(tmp_path)
     run.cut_after(3, task)
     run.resume()
     assert run.records == ahead.records
@@ -207,8 +184,7 @@ def test_chunks_change_nothing_and_are_kept_when_a_process_is_killed(ahead, loop
     whole = loop_run("chunked", **SETTINGS, **{"pipeline.chunk_tokens": 1})
     for kind in ("rollouts", "policy", "behaviour"):
         assert digests(whole, kind) == digests(ahead, kind), kind
-    shutil.copytree(whole.folder.parent, tmp_path / "loop")
-    run = type(whole)(tmp_path / "loop" / "chunked")
+    run = whole.copy(tmp_path)
     run.cut_after(3, "calibrate")
     generate, calls = EmbeddedEngine.generate, Counter()
 

@@ -1,18 +1,14 @@
 """Runs that generate ahead where no log-probs are promised to be equal bit for bit: they say so, and repeat."""
 
-from collections import Counter
-
 import pytest
 import torch
 
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
-from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.run.execute import StepError, carried
+from fp8core.run.execute import carried
 from fp8core.run.loop import begin
 from fp8core.run.recompute import rewind_to
-from fp8core.run.scales import read_scales
-from fp8core.run.scoring import token_batch
+from fp8core.run.scoring import read_scales, token_batch
 from fp8core.run.verify import verify
 from fp8core.store.run_view import RunView
 
@@ -56,20 +52,11 @@ def assert_said(run):
     assert [*verify(RunView.read(run.folder))] == []
 
 
-@pytest.mark.parametrize(
-    ("mode", "formats"),
-    [
-        ("asynchronous", LINEARS | PACKED),
-        ("one_step_off", LINEARS),
-    ],
-)
-def test_the_trainer_scores_each_token_with_the_weights_that_wrote_it(loop_run, copy_of, mode, formats):
+def test_the_trainer_scores_each_token_with_the_weights_that_wrote_it(loop_run, tmp_path):
     """Bit for bit as its own pass did when these weights were its policy, whatever formats the engine was sent."""
-    ahead = SETTINGS if mode == "asynchronous" else SETTINGS | {"pipeline.mode": mode, "pipeline.ahead_tokens": None}
-    run = loop_run("scored", **ahead | formats, **{"training.learning_rate": 0.01})
-    if mode == "asynchronous":
-        assert_said(run)
-    copied, compared = copy_of(run), 0
+    run = loop_run("scored", **SETTINGS | LINEARS | PACKED, **{"training.learning_rate": 0.01})
+    assert_said(run)
+    copied, compared = run.copy(tmp_path), 0
     with copied.opened() as live:
         begin(live)
         for step in range(1, 5):
@@ -86,96 +73,13 @@ def test_the_trainer_scores_each_token_with_the_weights_that_wrote_it(loop_run, 
     assert compared > 200
 
 
-def test_manifest_metrics_and_report_say_so(mixed):
+def test_manifest_metrics_and_report_say_so_and_a_run_that_was_cut_ends_equal(mixed, tmp_path):
     assert_said(mixed)
     told = report_html([read_run(mixed.folder, "mixed")])
     assert "; unverifiable, as the sides compute linear fp8_block and bf16" in told[: told.index("<section")]
     assert "<td>behaviour</td><td>unverifiable</td>" in told
-
-
-def test_a_run_that_was_cut_ends_with_the_same_bytes(mixed, copy_of):
-    run = copy_of(mixed)
+    run = mixed.copy(tmp_path)
     run.cut_after(3, "ahead")
     run.resume()
     assert run.records == mixed.records
-
-
-def test_a_replay_is_equal(mixed):
-    verdicts = mixed.replayed(range(1, 5))
-    assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
-
-
-ENGINE = """
-import itertools
-from dataclasses import replace
-
-from fp8core.rollout.embedded import ENGINE as EMBEDDED
-
-calls = itertools.count(1)
-
-
-class Anew:
-    def __init__(self, engine):
-        self._engine = engine
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    def generate(self, groups, sampling):
-        if sampling.temperature:
-            # It never writes the same twice, not even after a kill.
-            call = next(calls) << 20
-            groups = [replace(group, seeds=tuple(seed ^ call for seed in group.seeds)) for group in groups]
-        return self._engine.generate(groups, sampling)
-
-
-ENGINE = replace(
-    EMBEDDED,
-    name="anew",
-    build=lambda config, arch: Anew(EMBEDDED.build(config, arch)),
-    arithmetic=lambda config: "own",
-    continues=lambda config: "{continues}",
-)
-"""
-
-
-@pytest.fixture
-def anew(tmp_path, monkeypatch):
-    """The setting of an engine that draws other tokens where a completion goes on, as vLLM's own model does."""
-
-    def make(continues):
-        (tmp_path / f"engine_{continues}.py").write_text(ENGINE.replace("{continues}", continues))
-        monkeypatch.syspath_prepend(tmp_path)
-        return {"rollout.engine": f"engine_{continues}:ENGINE", "replay.level": "tolerant"}
-
-    return make
-
-
-def assert_scored_as_sampled(run):
-    """Its arithmetic is the trainer's, so a token behind another prefix than it was drawn with would differ."""
-    for step in range(1, 5):
-        rollouts, behaviour = tables(run, step, "rollouts", "behaviour")
-        assert [row["logprobs"] for row in behaviour] == [row["logprobs"] for row in rollouts]
-        assert run.records[step]["executed"]["behaviour"] == "unverifiable"
-
-
-def test_what_an_engine_wrote_anew_never_follows_what_it_wrote_before(loop_run, anew, monkeypatch):
-    """Killed between chunks of a step twice."""
-    run = loop_run("anew", **SETTINGS | anew("anew") | {"pipeline.chunk_tokens": 2, "pipeline.ahead_tokens": 6})
-    assert_scored_as_sampled(run)
-    run.cut_after(3, "calibrate")
-    generate, calls = EmbeddedEngine.generate, Counter()
-
-    def killed(engine, wanted, sampling):
-        calls["all"] += sampling.temperature > 0
-        if calls["all"] in (3, 5):
-            raise RuntimeError("killed")
-        return generate(engine, wanted, sampling)
-
-    monkeypatch.setattr(EmbeddedEngine, "generate", killed)
-    for _ in range(2):
-        with pytest.raises(StepError, match="killed"):
-            run.resume()
-    run.resume()
-    assert_scored_as_sampled(run)
-    assert [*verify(RunView.read(run.folder))] == []
+    assert [verdict.outcome for verdict in mixed.replayed([4])] == ["equal"]

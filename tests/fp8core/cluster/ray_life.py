@@ -6,9 +6,9 @@ from typing import Any
 
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
+from fp8core.run.refusals import graph_of
 
 
 def live(settings: Mapping[str, Any], name: str) -> None:

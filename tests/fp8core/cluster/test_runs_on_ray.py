@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import re
-import shutil
 import signal
 import threading
 import time
@@ -35,7 +34,7 @@ from fp8core.run.build import build_base, build_sft_trainer, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
-from fp8core.run.sft import train_on_demonstrations
+from fp8core.run.start import train_on_demonstrations
 from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
@@ -109,8 +108,7 @@ def test_episodes_on_two_engines_and_two_ranks_are_those_of_one_process_though_a
         **{"rollout.max_new_tokens": 40, "rollout.group_size": 4, "steps": 3, "pipeline.mode": "one_step_off"},
     }
     whole = loop_run("talked", **settings)
-    shutil.copytree(whole.folder.parent, tmp_path / "loop")
-    two = type(whole)(tmp_path / "loop" / "talked")
+    two = whole.copy(tmp_path)
     two.cut_after(1, "record")
 
     with two.opened(cluster={"address": two_nodes.address, **TWO_EACH}) as run:

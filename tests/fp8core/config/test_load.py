@@ -22,7 +22,7 @@ from fp8core.config.load import (
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.recipe import POW2
-from fp8core.run.checks.settings import pipeline_of
+from fp8core.run.refusals import pipeline_of
 
 KEEP = "{name: keep, uses: 'mine:keep', needs: [rewards], provides: {rewards: kept}}"
 

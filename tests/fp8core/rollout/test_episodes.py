@@ -16,7 +16,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
 from fp8core.rollout.episode import TurnBudget
 from fp8core.rollout.episodes import MultiTurn, one_turn_episodes, run_episodes
-from fp8core.run.turns import begun_of, turn_rows
+from fp8core.run.episodes import begun_of, turn_rows
 
 # By the rule whose draws end no turn too early.
 FP8 = PrecisionContract(scale_rule="pow2")

@@ -15,10 +15,9 @@ from fp8core.plan.run_plan import plan_run
 from fp8core.report.console import Console
 from fp8core.resources.memory import Machine
 from fp8core.rollout.registry import find_entry, longest_row
-from fp8core.run.checks.machine import check_engine
-from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
+from fp8core.run.refusals import check_engine, graph_of
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 from fp8core.training.registry import packages_of

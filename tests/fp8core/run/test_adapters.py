@@ -14,8 +14,7 @@ from fp8core.store.run_view import RunView
 
 @pytest.fixture
 def adapted_copy(adapted, tmp_path):
-    shutil.copytree(adapted.folder.parent, tmp_path / "loop")
-    return type(adapted)(tmp_path / "loop" / "adapted")
+    return adapted.copy(tmp_path)
 
 
 def test_engine_and_trainer_have_one_policy(adapted) -> None:

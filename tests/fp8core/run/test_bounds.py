@@ -6,7 +6,6 @@ import pytest
 
 from fp8core.report.run_data import read_run
 from fp8core.run.loop import BoundError, TrainingPaused
-from fp8core.store.layout import LEDGER
 
 # Trains in BF16 what was sampled in FP8: no step has an error of exactly 1.
 MISMATCHED = {"precision.training.linear": "bf16", "alignment.stop.error": 1.0, "alignment.stop.patience": 2}
@@ -36,19 +35,6 @@ def test_a_paused_training_has_a_checkpoint_and_goes_on_for_as_long_again(begun)
     run.resume(steps=5)
     assert run.ledger.last_step() == 5
     assert read_run(run.folder, "over").status == "finished, 5 steps"
-
-
-def test_a_training_killed_before_it_paused_pauses_where_it_would_have(begun) -> None:
-    run = begun("pause")
-    with pytest.raises(TrainingPaused):
-        run.resume(steps=4)
-    path = run.folder / LEDGER
-    lines = path.read_text().splitlines(keepends=True)
-    committed = next(i for i, line in enumerate(lines) if '"event":"step","step":2' in line)
-    path.write_text("".join(lines[: committed + 1]))
-    with pytest.raises(TrainingPaused, match=NAMED):
-        run.resume(steps=4)
-    assert run.ledger.last_step() == 2
 
 
 def test_failing_is_an_error_and_a_warning_none(begun) -> None:

@@ -6,8 +6,7 @@ import pytest
 
 from fp8core.config.run import KeepConfig
 from fp8core.run.loop import begin, save_last
-from fp8core.store.checkpoints import is_intact
-from fp8core.store.gc import plan_removal, remove
+from fp8core.store.gc import is_intact, plan_removal, remove
 
 TOLERANT = {"replay.level": "tolerant"}
 

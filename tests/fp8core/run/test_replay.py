@@ -19,9 +19,9 @@ def replayed(tmp_path, monkeypatch):
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
 
-    def verdicts(run, steps, *overrides, repaired=None):
+    def verdicts(run, steps, *overrides):
         try:
-            return run.replayed(steps, *overrides, repaired=repaired)
+            return run.replayed(steps, *overrides)
         finally:
             assert not list((tmp_path / "scratch").iterdir()), "a scratch folder was left"
 
@@ -65,15 +65,13 @@ def test_every_step_comes_out_equal_and_the_run_is_only_read(whole_run, replayed
     assert tree(whole_run.folder.parent) == before
 
 
-def test_one_step_of_a_run_that_is_live(whole_run, run_copy, replayed):
-    with RunDirectory.create_or_open(run_copy.folder):
-        (verdict,) = replayed(run_copy, range(4, 5))
-    assert (verdict.step, verdict.outcome) == (4, "equal")
-
-
-def test_a_run_that_was_continued_is_replayed_with_the_length_each_step_had(run_copy, replayed):
+def test_a_run_that_was_continued_and_damaged_is_replayed_with_the_length_each_step_had(run_copy, replayed):
+    """While it is live; the rollouts of a step before are generated again for its update."""
     run_copy.resume(steps=5)
-    assert [verdict.outcome for verdict in replayed(run_copy, range(4, 6))] == ["equal", "equal"]
+    run_copy.file(3, "rollouts").write_bytes(b"damaged")
+    with RunDirectory.create_or_open(run_copy.folder):
+        assert [verdict.outcome for verdict in replayed(run_copy, range(4, 6))] == ["equal", "equal"]
+    assert run_copy.file(3, "rollouts").read_bytes() == b"damaged"
 
 
 def test_a_forged_step_is_found_with_the_first_value_that_differs(run_copy, replayed):
@@ -121,24 +119,6 @@ def test_a_tolerant_replay_compares_metrics_within_bounds(whole_run, replayed):
     (beyond,) = replayed(whole_run, range(3, 4), *tolerant, "replay.relative=0", "replay.absolute=0")
     assert beyond.outcome == "different"
     assert "beyond replay.relative=0.0, absolute=0.0" in beyond.difference[0]
-
-
-def test_damaged_files_are_put_back_only_when_that_was_asked_for(run_copy, replayed):
-    stored = {(index, name): run_copy.file(index, name) for index in (3, 4) for name in ("rollouts", "metrics")}
-    held = {path: path.read_bytes() for path in stored.values()}
-    for path in held:
-        path.write_bytes(b"damaged")
-    manifest = run_copy.ledger.steps()[4].manifest
-    (run_copy.folder / manifest.uri).unlink()
-    (verdict,) = replayed(run_copy, range(4, 5))
-    assert verdict.outcome == "equal", "rollouts of step 3 were generated again for its update"
-    assert all(path.read_bytes() == b"damaged" for path in held)
-    with RunDirectory.create_or_open(run_copy.folder) as directory:
-        replayed(run_copy, range(4, 5), repaired=directory)
-    mended = {place for place, path in stored.items() if path.read_bytes() == held[path]}
-    assert mended == {(3, "rollouts"), (3, "metrics"), (4, "rollouts"), (4, "metrics")}
-    assert run_copy.store.damage(manifest) is None
-    assert run_copy.said.count("put back") == 5
 
 
 def test_what_cannot_be_replayed_is_refused(run_copy, replayed):

@@ -18,7 +18,7 @@ def ahead(loop_run):
     return loop_run("ahead", **AHEAD)
 
 
-@pytest.mark.parametrize("setting", ["pipeline.max_staleness=1", "rollout.max_new_tokens=3", "seed=8"])
+@pytest.mark.parametrize("setting", ["pipeline.max_staleness=1", "seed=8"])
 def test_a_setting_of_what_is_in_flight_is_refused(ahead, setting):
     key = setting.partition("=")[0]
     with pytest.raises(UserError, match=f"^--set {key}: step 3 goes on from completions begun under the run's own"):

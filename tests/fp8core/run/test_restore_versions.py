@@ -20,11 +20,6 @@ AHEAD = {
 }
 
 
-def copy_of(run, folder):
-    shutil.copytree(run.folder.parent, folder / "loop")
-    return type(run)(folder / "loop" / run.folder.name)
-
-
 def cut_before(run, index):
     """Before the first task of a step, whose rollout then asks for older policies."""
     run.cut_after(index, "rollout")
@@ -35,7 +30,7 @@ def cut_before(run, index):
 
 def test_damaged_scales_of_an_older_policy_are_made_again(loop_run, tmp_path):
     whole = loop_run("scaled", **AHEAD, checkpoint={"every": 1, "keep": 5})
-    run = copy_of(whole, tmp_path)
+    run = whole.copy(tmp_path)
     cut_before(run, 4)
     run.file(2, "next_scales").write_bytes(b"{}")
     run.resume()
@@ -47,7 +42,7 @@ def test_completions_of_a_policy_that_was_replaced_begin_anew(loop_run, tmp_path
     """No pass gives the log-probs of their tokens, which would end the run at every attempt."""
     correction = "none" if source == "rollout" else "token_tis"
     learning = {"logprobs.source": source.partition(",")[0], "correction.method": correction}
-    run = copy_of(loop_run("redone", **AHEAD, **learning, checkpoint={"every": 100, "keep": 1}), tmp_path)
+    run = loop_run("redone", **AHEAD, **learning, checkpoint={"every": 100, "keep": 1}).copy(tmp_path)
     cut_before(run, 4)
     if "checkpoint" in source:
         with run.opened() as live:
@@ -69,34 +64,6 @@ def test_completions_of_a_policy_that_was_replaced_begin_anew(loop_run, tmp_path
     assert all("rewards" in found.problem for found in wrong), "but for the reward that was changed"
     (verdict,) = run.replayed([4])
     assert verdict.outcome == "equal", verdict
-
-    # Their stream is made again from the one that it replaced, which is not needed where theirs is whole.
-    records, lost = run.records, run.ledger.effective_outputs(3)["next_stream"]
-    replaced = run.ledger.artifacts(3)["next_stream"]
-    # Where nothing was written beside the update, an input of it is the same file.
-    for name in [lost.uri, *([] if replaced == run.ledger.artifacts(3)["left"] else [replaced.uri])]:
-        again = type(run)(shutil.copytree(run.folder, run.folder.with_name(f"without-{name[-12:-8]}")))
-        again.cut_after(4, "rollout")
-        (again.folder / name).unlink()
-        again.resume(**{"replay.level": "tolerant"})
-        assert again.records == records
-        assert again.ledger.effective_outputs(3)["next_stream"] == lost
-
-
-def test_a_replay_makes_nothing_again_that_was_removed(loop_run, capsys):
-    """Policies that wrote tokens of a step are among what it needs."""
-    from flows.cli import main
-
-    folder = loop_run("cleared", **AHEAD, steps=6, checkpoint={"every": 1, "keep": 9}).folder
-    assert main(["gc", str(folder), "--yes", "--set", "artifacts.keep={last: 1, every: 3}"]) == 0
-    left = sorted(path for path in folder.rglob("*") if "pycache" not in str(path))
-    assert [entry.name for entry in sorted((folder / "checkpoints").iterdir())] == ["00003", "00004", "00005", "00006"]
-    for step in ("3", "4"):
-        assert main(["replay", str(folder), "--step", step, "--repair"]) == 2
-        said = capsys.readouterr().err
-        assert f"policies {int(step) - 2} to {int(step) - 1} cannot be restored" in said
-    assert main(["replay", str(folder), "--step", "5", "--repair"]) == 0
-    assert sorted(path for path in folder.rglob("*") if "pycache" not in str(path)) == left
 
 
 def test_a_data_file_with_other_problems_is_refused_before_a_command_starts_anything(

@@ -1,17 +1,8 @@
 """Metrics are of the tokens that they are said to be of, and a failure leaves the process as it was."""
 
 import pyarrow as pa
-import pytest
-import torch
 
-from fp8core.run.step_metrics import mismatch_by_turn, torch_threads, turn_metrics
-
-
-def test_a_failure_gives_the_threads_back():
-    with torch_threads(3):
-        with pytest.raises(ValueError, match="no"), torch_threads(1):
-            raise ValueError("no")
-        assert torch.get_num_threads() == 3
+from tasks.record import mismatch_by_turn, turn_metrics
 
 
 def test_a_difference_is_told_of_the_turns_that_wrote_its_tokens():
@@ -59,15 +50,3 @@ def test_numbers_of_an_environment_are_means_over_the_turns_that_told_them():
     first = [turn(0, 0), turn(0, 1, 0, 1, 2, info='{"length": 1}'), turn(0, 2, 2, 3, 3, info='{"length": 2}')]
     second = [turn(1, 0), turn(1, 1, 0, 1, 1, info='{"length": 6}')]
     assert metrics_of([*first, *second])["environment/info_length"] == 3
-
-
-def test_each_call_that_failed_is_counted():
-    calls = '[{"name": "a", "arguments": {}}, {"name": "a", "arguments": {}}, {"name": "a", "arguments": {}}]'
-    metrics = metrics_of([turn(0, 0), turn(0, 1, 0, 1, 1, calls=calls, failed=2)])
-    assert (metrics["environment/tool_calls"], metrics["environment/tool_errors"]) == (3, 2)
-
-
-def test_the_token_that_stands_for_an_episode_that_never_began_is_no_observation():
-    spoken = [turn(0, 0), turn(0, 1, 0, 2, 5), turn(0, 2, 5, 6, 6)]
-    assert metrics_of(spoken)["environment/observation_tokens"] == 3
-    assert metrics_of([*spoken, turn(1, 0, observation_end=1)])["environment/observation_tokens"] == 1.5

@@ -8,8 +8,7 @@ import torch
 from fp8core.config.reward import RewardConfig
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import Completion
-from fp8core.run.player import cut_at
-from fp8core.run.turns import text_until
+from fp8core.run.episodes import cut_at, text_until
 from fp8core.run.verdicts import answer_to
 
 SAID = "12 and 5 give the answer.\n#### 17 apples </a> and more </a>"
@@ -39,10 +38,6 @@ def test_the_first_complete_string_ends_it(bpe_tokenizer, strings, text):
         assert not any(string in bpe_tokenizer.decode(found.tokens[:-1]) for string in strings)
     else:
         assert found == written
-
-
-def test_the_string_that_is_complete_first_ends_a_text_whatever_their_order():
-    assert text_until("a#b$c", ["$", "#"]) == text_until("a#b$c", ["#", "$"]) == "a#"
 
 
 def test_to_a_verifier_a_stop_string_is_an_end_and_a_cut_is_none():

@@ -1,10 +1,7 @@
 """Failures that can be had without privileges (a full disk, a process that is killed), and small runs."""
 
 import io
-import os
 import resource
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,11 +13,9 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
 from fp8core.run import loop
-from fp8core.run.checks.settings import graph_of
 from fp8core.run.open import open_directory, open_run
+from fp8core.run.refusals import graph_of
 from fp8core.store.tables import ROLLOUTS
-
-Acknowledge = Callable[[str], None]
 
 
 @contextmanager
@@ -37,33 +32,6 @@ def _file_size_limit(limit: int) -> Iterator[None]:
 def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
     """A block in which no file grows past a number of bytes: a write stops half way, as on a full disk."""
     return _file_size_limit
-
-
-def _acknowledged_before_kill(work: Callable[[Acknowledge], None], seconds: float) -> list[str]:
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        # A child of pytest must never return into it.
-        try:
-            work(lambda line: os.write(writer, f"{line}\n".encode()) and None)
-        finally:
-            os._exit(1)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        first = pipe.readline()
-        time.sleep(seconds)
-        os.kill(pid, signal.SIGKILL)
-        rest = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status), "the child ended by itself before it was killed"
-    return (first + rest).decode().splitlines()
-
-
-@pytest.fixture
-def acknowledged_before_kill() -> Callable[[Callable[[Acknowledge], None], float], list[str]]:
-    """Runs `work(acknowledge)` in a child, kills it so many seconds after its first word, returns all its words."""
-    return _acknowledged_before_kill
 
 
 # Smaller still, with a checkpoint a step of which the first is pruned.

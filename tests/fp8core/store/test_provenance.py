@@ -1,7 +1,9 @@
 from pathlib import Path
 
-from fp8core.store.ledger import SegmentEntry, TaskEntry
-from fp8core.store.manifest import StepManifest, StepObservations, StepRecord
+from step_records import step_manifest, step_record
+
+from fp8core.store.ledger import LedgerView, SegmentEntry, TaskEntry
+from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import RunDescription
 from fp8core.store.run_view import Provenance, RunView
 
@@ -10,32 +12,14 @@ SECOND = SegmentEntry(pid=2, host="b", code_version="2" * 64, started=3600.0)
 
 
 def manifest(step: int, code: str, git: dict[str, object]) -> StepManifest:
-    record = StepRecord(
-        step=step,
-        predecessor=None,
-        config_digest="c",
-        code_version=code * 64,
-        steps=9,
-        inputs={},
-        outputs={},
-        model_revision=None,
-        seeds={},
-        scales_digest=None,
-        precision={},
-        executed={},
-        level="exact",
-        weights_digest="w",
-        versions={"torch": "2"},
-    )
-    hardware = {"cpu": "processor", "memory": 3 << 30}
-    return StepManifest(record=record, observed=StepObservations(timings={}, hardware=hardware, git=git, paths={}))
+    return step_manifest(step_record(step, code_version=code * 64), hardware={"memory": 3 << 30}, git=git)
 
 
 def view() -> RunView:
     task = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=0.0, seconds=0.0)
-    entries = list(enumerate([FIRST, SECOND, task], start=1))
+    ledger = LedgerView(Path("run/ledger.jsonl"), [FIRST, SECOND, task])
     description = RunDescription.model_construct(id="i", config={}, code_version="1" * 64, created="then")
-    return RunView(Path("run"), description, None, entries, [], set(), [])
+    return RunView(Path("run"), description, None, ledger, [])
 
 
 def gathered() -> Provenance:

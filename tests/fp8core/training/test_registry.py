@@ -10,8 +10,7 @@ from fp8core.config.load import load_config
 from fp8core.models.hub import model_shape
 from fp8core.plan.run_plan import plan_run
 from fp8core.resources.memory import GPUS, Machine
-from fp8core.run.build import build_base, build_trainer
-from fp8core.run.machine import engine_environment
+from fp8core.run.build import build_base, build_trainer, engine_environment
 from fp8core.training import registry
 from fp8core.training.registry import packages_of, trainer_of, trainers
 

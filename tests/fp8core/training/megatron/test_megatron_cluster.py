@@ -13,7 +13,7 @@ from fp8core.cluster.workers import Cluster
 from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.run.machine import engine_environment
+from fp8core.run.build import engine_environment
 from fp8core.training.megatron import parallel
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import packages_of, trainer_of

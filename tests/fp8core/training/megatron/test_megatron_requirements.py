@@ -11,7 +11,7 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.config.training import MegatronConfig
 from fp8core.errors import UserError, refuse
 from fp8core.models.hub import PUBLISHED
-from fp8core.run.machine import engine_environment
+from fp8core.run.build import engine_environment
 from fp8core.training.megatron.arguments import transformer_arguments
 from fp8core.training.megatron.entry import grid_refusals, machine_refusals
 

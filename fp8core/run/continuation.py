@@ -11,19 +11,14 @@ from fp8core.store.run_directory import RunDescription, read_description, refuse
 
 
 def stored_ledger(config: RunConfig) -> LedgerView | None:
-    """The ledger of the run that a configuration names; None where it has not begun. Errors: `LedgerView.read`."""
     if config.run is None or not (ledger := config.runs / config.run / LEDGER).exists():
         return None
     return LedgerView.read(ledger)
 
 
 def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
-    """Refuse a named run that exists and cannot be continued, before anything is started.
-
-    Raises:
-        UserError: another process has it (pid and host), or `open_directory` would refuse it (every key that differs,
-            or both code versions); or its folder cannot be made.
-    """
+    """Raises UserError: a named run exists, and another process has it or it cannot be continued
+    (`refuse_other_run`)."""
     if config.run is None:
         refuse_unwritable(config.runs.absolute())
         return
@@ -37,7 +32,6 @@ def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
 
 
 def refuse_other_data(config: RunConfig, ledger: LedgerView, data: str | None) -> None:
-    """Raises UserError: a run with finished work read other problems, by its last start."""
     last = ledger.last_segment()
     if not ledger.holds_work() or last is None or last.data in (None, data):
         return
@@ -53,10 +47,7 @@ def refuse_other_data(config: RunConfig, ledger: LedgerView, data: str | None) -
 def refuse_other_run(
     described: RunDescription, ledger: LedgerView, config: RunConfig, name: str, *, new_code: bool
 ) -> None:
-    """A run is continued as it was begun, but for more steps and what makes no numbers.
-
-    A run in which nothing was finished yet, as one whose data was not found, is no run to be true to.
-    """
+    """A run is continued as it was begun, but for more steps and what makes no numbers."""
     if not ledger.holds_work():
         return
     try:
@@ -75,7 +66,6 @@ def refuse_other_run(
 
 
 def refuse_other_code(described: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:
-    """A run is continued by the code that last ran it, or digests mean nothing."""
     before = other_code(described, last)
     if before is not None:
         raise UserError(

@@ -4,7 +4,7 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.run.checks.settings import graph_on, pipeline_of
+from fp8core.run.refusals import graph_on, pipeline_of
 
 
 def test_sides_that_differ_are_refused_without_a_correction():

@@ -4,36 +4,30 @@ They are asked first, in the order of this file.
 """
 
 from fp8core.alignment.bounds import EQUAL, contract_of, ratio_holds_age, unverifiable
-from fp8core.config.capability import check_contract
+from fp8core.config.capability import Node, check_contract
 from fp8core.config.run import RunConfig
 from fp8core.config.shipped import FILTER, TEACHER, is_shipped
 from fp8core.config.step_graph import StepGraph, check_pipeline
 from fp8core.config.steps import import_spec
-from fp8core.errors import UserError
+from fp8core.errors import UserError, refuse
+from fp8core.models.hub import model_shape
+from fp8core.plan.run_plan import check_fit, plan_run
+from fp8core.resources.memory import machine_of
 from fp8core.rl.correction import CorrectionRule
 from fp8core.rl.objective import Objective, named_correction, whole_batch_setting
 from fp8core.rollout.registry import continuation_of, engine_entry
-from fp8core.run.checks.machine import check_engine
-from fp8core.run.machine import members_node
-from fp8core.store.start_tasks import CARRIED_KINDS
+from fp8core.run.build import members_node, wants_gpus
+from fp8core.store.ledger import CARRIED_KINDS, START, LedgerView
 from fp8core.training.registry import trainer_of
 
 
 def graph_of(config: RunConfig) -> StepGraph:
-    """The checked pipeline of a configuration whose precision contract can be kept where it computes.
-
-    Raises:
-        UserError: the contract is beyond the engines, the correction names what does not exist, or as `pipeline_of`
-            and `run.machine.members_node`.
-    """
     node = members_node(config)
     check_engine(config, node)
     return graph_on(config, node.platform)
 
 
 def graph_on(config: RunConfig, platform: str) -> StepGraph:
-    """The checked pipeline of a configuration, on a platform (`config.capability.this_platform`). Raises UserError: the
-    contract is beyond the platform, the correction names what does not exist, or as `pipeline_of`."""
     # On the CPU trainer and embedded engine compute everything, whatever else the machine has.
     where = platform if config.training.device == "cuda" else "cpu"
     check_contract(config.precision, where, corrected=config.correction.method != "none")
@@ -42,12 +36,7 @@ def graph_on(config: RunConfig, platform: str) -> StepGraph:
 
 
 def pipeline_of(config: RunConfig) -> StepGraph:
-    """The checked pipeline of a configuration, wherever it is to run.
-
-    Raises:
-        UserError: the pipeline is broken, or nothing in it provides metrics or the log-probs that the loss asks for;
-            or `logprobs.source` cannot give these; or both sides might truncate distributions differently.
-    """
+    """The checked pipeline of a configuration, wherever it is to run. Raises UserError, as all functions here."""
     uses = {step.uses for step in config.pipeline.steps}
     _check_declared_steps(config, uses)
     graph = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
@@ -67,22 +56,12 @@ def pipeline_of(config: RunConfig) -> StepGraph:
         )
     if config.loss.distillation.teacher is None and TEACHER in uses:
         raise UserError(f"step {TEACHER}: loss.distillation.teacher names no checkpoint")
-    # The teacher's step alone measures how far it is.
-    if config.loss.distillation.teacher is not None and not config.loss.distillation.weight and TEACHER not in uses:
-        raise UserError("loss.distillation.teacher: nothing reads it: set loss.distillation.weight, or unset this")
     # A step of the user's own may choose, too.
     if config.rollout.oversample > 1 and FILTER not in uses and all(map(is_shipped, uses)):
         raise UserError(
             f"rollout.oversample={config.rollout.oversample:g}: no step chooses among the prompts: insert the step "
             "tasks.filter:filter, and rewire train: {rewards: filtered} (as configs/dapo.yaml does), or set it to 1"
         )
-    by_turn = config.environment is not None and config.environment.advantage == "turn"
-    for planned in graph.steps if by_turn else ():
-        if planned.uses == FILTER and "turns" not in planned.inputs:
-            raise UserError(
-                f"step {planned.name}: needs names no turns, which environment.advantage=turn compares; add them: "
-                f"pipeline.rewire={{{planned.name}: {{turns: turns}}}}"
-            )
     _refuse_source(config)
     refuse_truncation(config)
     _refuse_ahead(config)
@@ -90,7 +69,6 @@ def pipeline_of(config: RunConfig) -> StepGraph:
 
 
 def _check_declared_steps(config: RunConfig, uses: set[str]) -> None:
-    """Refuse steps of another mode, environment or source of log-probs; those of pipeline.yaml follow the settings."""
     has_environment = config.environment is not None
     is_ahead = config.pipeline.mode != "synchronous"
     for setting, needed, steps in (
@@ -104,7 +82,6 @@ def _check_declared_steps(config: RunConfig, uses: set[str]) -> None:
 
 
 def _refuse_source(config: RunConfig) -> None:
-    """Refuse old log-probs without a pass where they come too late, or where nothing promises that they are equal."""
     source, trainer = config.logprobs.source, trainer_of(config.training)
     if source == "pass":
         return
@@ -121,10 +98,7 @@ def _refuse_source(config: RunConfig) -> None:
 
 
 def refuse_truncation(config: RunConfig) -> None:
-    """Refuse top-k and top-p where the trainer may leave out a token that was sampled: its log-prob would be -inf.
-
-    GPUs are refused too: engines there draw from whole distributions, and aligned models give their log-probs.
-    """
+    """Refuse top-k and top-p where the trainer may leave out a token that was sampled: its log-prob would be -inf."""
     rollout = config.rollout
     contract, reason = contract_of(config)
     if (asked := rollout.truncated_by) is not None and contract != "exact":
@@ -136,7 +110,6 @@ def refuse_truncation(config: RunConfig) -> None:
 
 
 def _refuse_ahead(config: RunConfig) -> None:
-    """Refuse to generate beside an update where nothing goes on from a prefix, or what older policies do not give."""
     if config.pipeline.mode == "synchronous":
         return
     place, rollout = f"pipeline.mode={config.pipeline.mode}", config.rollout
@@ -165,7 +138,6 @@ def _refuse_ahead(config: RunConfig) -> None:
 
 
 def _refuse_unverified(config: RunConfig, reason: str) -> None:
-    """Refuse to learn without a weight from tokens of which no pass gives equal bits."""
     if uncorrected_lag(config) is not None and not config.precision.accept_mismatch:
         raise UserError(
             f"correction.method={config.correction.method}: with pipeline.mode={config.pipeline.mode} the run is "
@@ -190,3 +162,37 @@ def uncorrected_lag(config: RunConfig) -> str | None:
         f"warning: pipeline.mode={pipeline.mode} without a correction: tokens of older policies count as those of the "
         "newest, and the clip does not see their age; set correction.method to token_tis, or max_staleness to 0"
     )
+
+
+def check_engine(config: RunConfig, node: Node) -> None:
+    if config.environment is not None and continuation_of(config) == "none":
+        raise UserError(
+            f"environment.name={config.environment.name}: rollout.engine={config.rollout.engine} does not go on from "
+            "what was begun (`continues` of its entry), as each turn after the first does; set rollout.engine to "
+            "embedded"
+        )
+    trainer = trainer_of(config.training)
+    try:
+        refuse(trainer.check(config, node))
+    except UserError as error:
+        if node.gpus == 0 and trainer.needs_gpu(config):
+            raise UserError(
+                f"{config.name} trains on a GPU, and there is none: {error}; FP8 takes a Hopper GPU, and the "
+                "configuration tiny runs on a CPU"
+            ) from error
+        raise
+    refuse(engine_entry(config).check(config, node))
+
+
+def check_memory(config: RunConfig, node: Node, ledger: LedgerView | None) -> None:
+    """Refuse a training that there is no memory for; a warm start that the ledger has as finished needs none."""
+    if ledger is not None and "warm_start" in ledger.tasks(START):
+        config = config.model_copy(update={"warm_start": None})
+    machine = engine_entry(config).usable(machine_of(node), node)
+    check_fit(plan_run(config, model_shape(config), machine))
+
+
+def check_cluster(config: RunConfig, node: Node) -> None:
+    shared = engine_entry(config).tensor_parallel(config)
+    if config.cluster.used and 0 < node.gpus < sum(config.cluster.bundles(shared)) and wants_gpus(config):
+        raise UserError(config.cluster.too_small(shared, "GPU", f"this machine has {node.gpus}"))

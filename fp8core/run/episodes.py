@@ -2,28 +2,34 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from textwrap import shorten
+from types import MappingProxyType
 from typing import Any, cast
 
 import pyarrow as pa
 
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, question_text
+from fp8core.data.prompt import Problem, longest_prompt, question_text
+from fp8core.environments.chat import Talk
 from fp8core.environments.protocol import Action, Outcome, Reply, Said, Task, Turn, opening_of, said_of
-from fp8core.errors import NotRecordedError
+from fp8core.errors import NotRecordedError, UserError
+from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.numerics.logprobs import Truncation
 from fp8core.rewards.scorer import Key
-from fp8core.rollout.engine import Completion
-from fp8core.rollout.episode import Begun, Episode
+from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine
+from fp8core.rollout.episode import Begun, Episode, TurnBudget
+from fp8core.rollout.episodes import MultiTurn, Pool, one_turn_episodes, run_episodes
+from fp8core.rollout.registry import longest_row
 from fp8core.store.tables import TURNS, key_of, text_digest
 
 MOST_OF_QUESTION = 80
 
 
 def task_of(row: Mapping[str, Any], seed: int) -> Task:
-    """The problem of a row of kind `prompts` as an environment gets it; `seed` is the completion's, with a sign."""
     *before, (_, question) = json.loads(row["messages"])
     columns = json.loads(row.get("columns") or "{}")
     # Generators refuse negative seeds, NumPy's among them.
@@ -31,7 +37,6 @@ def task_of(row: Mapping[str, Any], seed: int) -> Task:
 
 
 def messages_of(problem: Problem, config: RunConfig) -> str:
-    """The messages of a problem in a row of kind `prompts`, JSON."""
     return json.dumps([*problem.before, ("user", question_text(problem, config))])
 
 
@@ -43,13 +48,12 @@ def completion_text(completion: Completion, tokenizer: Tokenizer, stop_strings: 
 
 
 def text_until(text: str, strings: Sequence[str]) -> str:
-    """The text up to the end of the string that is complete first; all of it where none is."""
     ends = [text.index(string) + len(string) for string in strings if string in text]
     return text[: min(ends, default=len(text))]
 
 
 def turn_rows(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The rows of kind `turns` of an episode, without group and sample: what the environment began with, then turns."""
+    """The rows of kind `turns` of an episode, without group and sample: first what the environment began with."""
     began = Turn(()) if episode.began is None else episode.began
     opening: dict[str, Any] = {
         **{"turn": 0, "begin": 0, "end": 0, "observation_end": 0, "text": "", "calls": "", "malformed": ""},
@@ -79,7 +83,6 @@ def _info_json(info: Mapping[str, float]) -> str:
 
 
 def said_by_policy(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The text of a turn, without the token that ended it."""
     return tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens)
 
 
@@ -93,10 +96,6 @@ def turns_table(episodes: Sequence[Episode], tokenizer: Tokenizer) -> pa.Table:
 
 
 def episode_means(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-    """Turns of the policy, tool calls, failed ones and malformed ones of an episode in the mean.
-
-    `episodes`: rows of kind `turns`, episode by episode.
-    """
     turns = [row for rows in episodes for row in rows if row["turn"]]
     totals = {
         "turns": len(turns),
@@ -113,7 +112,7 @@ def seconds_of(episode: Episode) -> list[float]:
 
 
 class RecordedPool:
-    """Answers as an environment did, from a table of kind `turns`; see `rollout.episodes.Pool`."""
+    """Answers as an environment did, from a table of kind `turns`."""
 
     def __init__(self, turns: pa.Table) -> None:
         self._recorded: dict[Key, list[Turn | Outcome]] = {}
@@ -123,18 +122,16 @@ class RecordedPool:
         self._replies = list[Reply]()
 
     def begin(self, episode: Key, task: Task) -> None:
-        """Start an episode. Raises NotRecordedError: the run did not play it, as other settings may have begun it."""
         if episode not in self._recorded:
             asked = shorten(task.question, MOST_OF_QUESTION, placeholder="...")
             raise NotRecordedError(
                 f'sample {episode[1]} of the prompt "{asked}": the run played no such episode in this step, so no '
-                "answers are recorded; --rerun-environments asks the environment"
+                "answers are recorded"
             )
         self._next[episode] = iter(self._recorded[episode])
         self._answer(episode)
 
     def act(self, episode: Key, action: Action) -> None:
-        """Answer as it was answered, whatever the policy wrote."""
         self._answer(episode)
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
@@ -142,7 +139,7 @@ class RecordedPool:
         return replies
 
     def rest(self, episode: Key) -> None:
-        """It is asked again later."""
+        pass
 
     def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
         return episode in self._next
@@ -156,7 +153,6 @@ class RecordedPool:
 
 
 def _reply(row: Mapping[str, Any]) -> Turn | Outcome:
-    """The answer in a row of kind `turns`; what a budget ended was answered with a turn."""
     info = json.loads(row["info"] or "{}")
     if not row["said"]:
         return Outcome(row["outcome"], row["reward"], row["failed"], row["detail"], info)
@@ -165,7 +161,86 @@ def _reply(row: Mapping[str, Any]) -> Turn | Outcome:
 
 
 def begun_of(tokens: Sequence[int], logprobs: Sequence[float], turns: Sequence[Mapping[str, Any]]) -> Begun:
-    """An episode that goes on, from its tokens so far and its rows of kind `turns`."""
     replies = [_reply(dict(row)) for row in turns]
     assert all(isinstance(reply, Turn) for reply in replies), "an outcome ends an episode"
     return Begun(tokens, logprobs, cast(list[Turn], replies), [row["end"] for row in turns[1:]])
+
+
+@dataclass(frozen=True)
+class EpisodePlayer:
+    """`longest`: most tokens of an environment's first messages."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    longest: int
+
+    @classmethod
+    def of(cls, config: RunConfig, tokenizer: Tokenizer, arch: Architecture) -> "EpisodePlayer":
+        return cls(config, tokenizer, longest_prompt(config, longest_row(config, arch)))
+
+    def sampling(self) -> Sampling:
+        rollout = self.config.rollout
+        truncation = Truncation.of(rollout.top_k, rollout.top_p)
+        return Sampling(rollout.temperature, rollout.max_new_tokens, self.tokenizer.eos_ids, truncation=truncation)
+
+    def evaluation_sampling(self, temperature: float) -> Sampling:
+        """The whole distribution, which evaluations keep, at a temperature of theirs; 0 is greedy."""
+        return Sampling(temperature, self.config.rollout.max_new_tokens, self.tokenizer.eos_ids)
+
+    def play(
+        self,
+        engine: RolloutEngine,
+        groups: Sequence[PromptGroup],
+        asked: Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        pool: Pool | None = None,
+        begun: Mapping[Key, Begun | Episode] = MappingProxyType({}),
+        room: int | None = None,
+    ) -> Generator[list[Episode], None, None]:
+        """Episodes of all groups as they finish; without an environment, whole groups. Closed, it ends what is open.
+
+        `asked`: rows of kind `prompts`, of these groups or more; `begun`, `room`: as of `MultiTurn`."""
+        if self.config.environment is None:
+            strings = self.config.rollout.stop_strings
+            for episodes in one_turn_episodes(engine, groups, sampling):
+                yield [replace(one, completion=cut_at(one.completion, self.tokenizer, strings)) for one in episodes]
+            return
+        assert pool is not None, "an environment was configured"
+        if not isinstance(engine, StreamingEngine):
+            raise UserError(
+                f"environment.name={self.config.environment.name}: rollout.engine={self.config.rollout.engine} has no "
+                "open_session, which takes requests while others are in flight"
+            )
+        rows = {row["group"]: row for row in asked}
+        tasks = {
+            (group.group, sample): task_of(rows[group.group], seed)
+            for group in groups
+            for sample, seed in zip(group.samples, group.seeds, strict=True)
+        }
+        limits = self.config.environment
+        budget = TurnBudget(limits.max_turns, limits.turn_tokens, limits.observation_tokens, self.longest)
+        multi_turn = MultiTurn(pool, Talk.of(self.config, self.tokenizer), tasks, budget, begun, room)
+        yield from run_episodes(engine, groups, sampling, multi_turn)
+
+
+def cut_at(completion: Completion, tokenizer: Tokenizer, strings: Sequence[str]) -> Completion:
+    """The completion up to the token that completes the first of the strings, as of an engine that stops there."""
+    if not strings:
+        return completion
+
+    def complete(count: int) -> bool:
+        text = tokenizer.decode(completion.tokens[:count])
+        return any(string in text for string in strings)
+
+    whole = len(completion.tokens)
+    if not complete(whole):
+        return completion
+    count = bisect_left(range(whole), True, key=complete)
+    experts = completion.experts
+    return replace(
+        completion,
+        tokens=completion.tokens[:count],
+        logprobs=completion.logprobs[:count],
+        finish="stop_string",
+        experts=None if experts is None else experts[: len(experts) - (whole - count)],
+    )

@@ -3,17 +3,15 @@
 import json
 import re
 import shutil
-from contextlib import closing, nullcontext
+from contextlib import closing
 
 import pytest
 
 from fp8core.config.load import load_config
 from fp8core.data.source import build_source
-from fp8core.environments.protocol import Outcome
 from fp8core.errors import UserError
-from fp8core.run.build import build_base, build_environment
-from fp8core.run.checks.environment import failed_trial, refuse_invalid, trial
-from fp8core.run.checks.inputs import check_inputs
+from fp8core.run.build import build_base, build_environment, find_base
+from fp8core.run.preflight import check_environment, check_inputs
 
 ENVIRONMENT = """
 from fp8core.environments.protocol import Outcome, Said, Tool, Turn
@@ -116,14 +114,6 @@ def test_a_template_that_cannot_go_on_is_refused_before_the_model_is_loaded(
         checked(SHORT, settings={"model": folder}, says="Go on.")
 
 
-@pytest.mark.parametrize(
-    ("settings", "options"), [({}, {}), ({"environment.max_turns": 1}, {"says": "Go on."})], ids=["ends", "one turn"]
-)
-def test_a_template_may_end_where_no_observation_follows(checked, tmp_path, small_checkpoint, settings, options):
-    folder = written_anew(small_checkpoint, tmp_path, COUNTS)
-    checked(SHORT, settings={"model": folder, **settings}, **options)
-
-
 def test_a_first_message_that_has_no_tokens_is_refused(tmp_path):
     place = tmp_path / "own.py"
     place.write_text(ENVIRONMENT)
@@ -132,98 +122,36 @@ def test_a_first_message_that_has_no_tokens_is_refused(tmp_path):
         check_inputs(load_config("tiny", {"environment": environment, "rollout.max_new_tokens": 32}))
 
 
-TELLS = "Turn((Said('user', task.question),), tools=[Tool(name, '', parameters) for name, parameters in {}])"
-ONE, TWO, NONE = ({"properties": {name: {} for name in names}} for names in ("x", "xy", ""))
-
-
-@pytest.mark.parametrize(
-    ("tools", "form", "error"),
-    [
-        ([("mul", TWO)], "plain", "no call of the tool mul can be valid in the format plain: mul takes 2 arguments"),
-        ([("add", ONE), ("now", NONE)], "plain", "no call of the tool now can be valid .*: now takes 0 arguments"),
-        ([("add", ONE), ("a:b", ONE)], "plain", "no call of the tool a:b can be valid .*: no tool is called 'a'"),
-        ([("add", ONE), ("neg", ONE)], "plain", None),
-        ([("a:b", ONE)], "plain", None),
-        ([("mul", TWO)], "qwen", None),
-    ],
-)
-def test_a_tool_that_the_format_cannot_call_is_refused(checked, tmp_path, tools, form, error):
-    place = tmp_path / "own.py"
-    told = place.read_text().replace('Turn((Said("system", rules), Said("user", task.question)))', TELLS.format(tools))
-    place.write_text(told)
-    refused = nullcontext() if error is None else pytest.raises(UserError, match=rf"^environment\.name=.*: {error}")
-    with refused:
-        checked(SHORT, settings={"environment.format": form})
-
-
-@pytest.mark.parametrize("tools", [[("add", ONE)], []], ids=["called", "no tools"])
-def test_a_template_that_cannot_go_on_after_a_call_is_refused(checked, tmp_path, small_checkpoint, tools):
-    """This environment ends after an answer without a call."""
-    place, folder = tmp_path / "own.py", written_anew(small_checkpoint, tmp_path, COUNTS + "{{ tools }}")
-    told = place.read_text().replace('Turn((Said("system", rules), Said("user", task.question)))', TELLS.format(tools))
-    place.write_text(told.replace("if self._says", "if action.calls"))
-    refused = pytest.raises(UserError, match="the chat template rewrites") if tools else nullcontext()
-    with refused:
-        checked(SHORT, settings={"model": folder})
-
-
 def tried(tmp_path, line):
-    """The configuration of an environment whose `step` is this line, and what it replies to a trial."""
+    """What the trial of an environment says whose `step` is this line."""
     place = tmp_path / "own.py"
     place.write_text(ENVIRONMENT.replace('return Outcome("judge")', line))
     options = {"begun": str(tmp_path / "begun")}
     config = load_config("tiny", {"environment": {"name": f"{place}:Own", "options": options}})
-    problem = next(iter(build_source(config.data, config.evaluation).to_check()))
+    base, problems = find_base(config), list(build_source(config.data, config.evaluation).to_check())
     with closing(build_environment(config.environment)) as pool:
-        return config, trial(problem, config, pool)
+        return check_environment(pool, config, base, problems)
+
+
+def test_a_bug_in_step_is_found_without_the_policy(tmp_path):
+    said = r"environment\.name=.*own\.py:Own: step, with an empty answer: .* crashed: NameError: .* \(own\.py:20\)$"
+    assert re.match(said, tried(tmp_path, "return nothing"))
+    assert tried(tmp_path, 'return Outcome("wrong")') is None
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (
-            "return nothing",
-            r"environment\.name=.*own\.py:Own: .* after an empty answer as crashed: NameError: .* \(own\.py:20\)$",
-        ),
-        ('return Outcome("wrong")', None),
-    ],
-)
-def test_a_bug_in_step_is_found_without_the_policy(tmp_path, line, said):
-    config, replies = tried(tmp_path, line)
-    found = failed_trial(replies, config)
-    assert found is None if said is None else re.match(said, found)
-
-
-def test_an_environment_that_fails_at_its_start_heard_no_answer():
-    config = load_config("tiny", {"environment": {"name": "calculator"}})
-    found = failed_trial([Outcome("crashed", detail="ServerError: /reset answered 500")], config)
-    assert found == (
-        "environment.name=calculator: an episode ends at its start as crashed: ServerError: /reset answered 500"
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("return nothing", None),
         ("return None", "step, with an empty answer: the environment returned NoneType, neither a Turn nor an Outcome"),
         ('return Outcome("fine")', "step, with an empty answer: outcome is 'fine'; there are: judge, "),
-        (
-            'return Turn((Said("system", "Obey."),))',
-            "step, with an empty answer: role is 'system'; there are: user, tool",
-        ),
     ],
 )
 def test_an_environment_that_returns_no_reply_is_refused(tmp_path, line, said):
-    config, replies = tried(tmp_path, line)
-    refused = nullcontext() if said is None else pytest.raises(UserError, match=rf"environment\.name=.*:Own: {said}")
-    with refused:
-        refuse_invalid(replies, config)
+    with pytest.raises(UserError, match=rf"environment\.name=.*:Own: {said}"):
+        tried(tmp_path, line)
 
 
 def test_an_environment_that_cannot_be_made_is_refused():
-    config = load_config("tiny", {"environment": {"name": "calculator", "options": {"modulus": 1}}})
-    problem = next(iter(build_source(config.data, config.evaluation).to_check()))
     named = r"environment\.name=calculator: start: it cannot be made: ValueError: modulus=1 is no integer"
-    with closing(build_environment(config.environment)) as pool, pytest.raises(UserError, match=named):
-        trial(problem, config, pool)
+    with pytest.raises(UserError, match=named):
+        check_inputs(load_config("tiny", {"environment": {"name": "calculator", "options": {"modulus": 1}}}))
