@@ -1,6 +1,8 @@
 """Settings of rewards: the verifier of answers, and what may be added to its score."""
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from typing import Annotated
+
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from fp8core.config.section import Section, UserSource, check_choice, name_pattern
 from fp8core.config.shipped import SHIPPED_VERIFIERS
@@ -9,13 +11,21 @@ _VERIFIER = name_pattern(SHIPPED_VERIFIERS)
 _REWARD_METRICS = ("mean", "std", "score_std", "groups_with_signal", "kept_share", "verdict")
 
 
+class FormatOptions(Section):
+    """Right: a finished completion that has each tag once, in this order. Tags that end the prompt count as its own."""
+
+    tags: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1, max_length=16)
+
+
 class OtherVerifierConfig(Section):
     """A verifier beside `reward.verifier`, within the same limits."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$", description="Of its metric: reward/NAME.")
     verifier: UserSource = Field(description="As `reward.verifier`.", json_schema_extra={"pattern": _VERIFIER})
     weight: float = Field(1.0, ge=-100, le=100, description="Times this its score is added to the reward.")
-    options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
+    options: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Of `format`: tags; or keyword arguments of your function."
+    )
 
     @field_validator("name")
     @classmethod
@@ -36,9 +46,11 @@ class RewardConfig(Section):
     verifier: UserSource = Field(
         "chain",
         json_schema_extra={"pattern": _VERIFIER},
-        description="chain, integer, math-verify, or your function: `module:function` or `path/to/file.py:function`.",
+        description="chain, integer, math-verify, format; or your function, `module:name` or `path/to/file.py:name`.",
     )
-    options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
+    options: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Of `format`: tags; or keyword arguments of your function."
+    )
     others: list[OtherVerifierConfig] = Field(
         default_factory=list,
         max_length=16,
@@ -47,7 +59,9 @@ class RewardConfig(Section):
     timeout_seconds: float = Field(2.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")
     cpu_seconds: float = Field(1.0, gt=0, le=3600, description="Processor time of one answer.")
     memory_mb: int = Field(1024, ge=16, le=1 << 20, description="MiB of one answer, beyond the loaded verifier.")
-    workers: int = Field(2, ge=1, le=256, description="Processes that check answers; chain and integer need none.")
+    workers: int = Field(
+        2, ge=1, le=256, description="Processes that check answers; only math-verify and your own need them."
+    )
 
     @field_validator("verifier")
     @classmethod
@@ -63,6 +77,11 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _only_functions_have_options(self) -> "RewardConfig":
-        if self.options and self.verifier in SHIPPED_VERIFIERS:
+        if self.verifier == "format":
+            try:
+                FormatOptions.model_validate(self.options)
+            except ValidationError as error:
+                raise ValueError("options: verifier=format takes tags, a list of 1 to 16 texts") from error
+        elif self.options and self.verifier in SHIPPED_VERIFIERS:
             raise ValueError(f"options: verifier={self.verifier} takes none")
         return self

@@ -14,7 +14,7 @@ ENGINES: Final[Mapping[str, str]] = {
 """Name in `rollout.engine` -> import path of its entry."""
 SHIPPED_ENVIRONMENTS: Final[Mapping[str, str]] = {"calculator": "Calculator", "python": "Python"}
 """Name in `environment.name` -> its class in fp8core/environments/shipped.py."""
-SHIPPED_VERIFIERS: Final = ("chain", "integer", "math-verify")
+SHIPPED_VERIFIERS: Final = ("chain", "integer", "math-verify", "format")
 """Names in `reward.verifier`; fp8core/rewards/verifier.py makes them."""
 REFERENCE: Final = "tasks.reference:reference"
 TEACHER: Final = "tasks.teacher:teacher"

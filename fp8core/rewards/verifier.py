@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
-from fp8core.config.reward import RewardConfig
+from fp8core.config.reward import FormatOptions, RewardConfig
 from fp8core.errors import UserError
 from fp8core.processes.host import Limits
 from fp8core.processes.pool import Failure, PoolProcess, ProcessPool
@@ -39,6 +39,29 @@ class ChainVerifier:
     def check(self, prompt: str, reference: str) -> None:
         if not _NUMBER.fullmatch(reference):
             raise UserError(f"the reference of {prompt[:60]!r} is {reference[:60]!r}, not one to three digits")
+
+
+class FormatVerifier:
+    """See `FormatOptions` and Verifier."""
+
+    def __init__(self, tags: Sequence[str]) -> None:
+        self._tags = tags
+
+    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
+        text = self._begun(prompt) + completion
+        places = [text.find(tag) for tag in self._tags]
+        once = all(text.count(tag) == 1 for tag in self._tags)
+        return RIGHT if finish == "stop" and once and places == sorted(places) else wrong("")
+
+    def _begun(self, prompt: str) -> str:
+        """The tags that the chat template has written at the end of the prompt, for the completion to go on from."""
+        found, rest = "", prompt.rstrip()
+        while tag := next((tag for tag in self._tags if rest.endswith(tag)), ""):
+            found, rest = tag + found, rest.removesuffix(tag).rstrip()
+        return found
+
+    def check(self, prompt: str, reference: str) -> None:
+        """Any reference will do."""
 
 
 class Verifier(Protocol):
@@ -243,5 +266,7 @@ def _one_verifier(config: RewardConfig, key: str) -> Verifier:
         return InProcess("chain", ChainVerifier(), key)
     if config.verifier == "integer":
         return InProcess("integer", IntegerVerifier(), key)
+    if config.verifier == "format":
+        return InProcess("format", FormatVerifier(FormatOptions.model_validate(config.options).tags), key)
     limits = Limits(config.timeout_seconds, config.cpu_seconds, config.memory_mb)
     return VerifierPool(key, config.verifier, config.options, limits, config.workers)

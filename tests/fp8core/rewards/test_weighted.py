@@ -22,6 +22,27 @@ def verdicts(config, *completions):
         verifier.close()
 
 
+@pytest.mark.parametrize(
+    ("prompt", "completion", "finish", "score"),
+    [
+        ("?", "<a>x</a>#3", "stop", 1),
+        ("?", "<a>x</a>#3", "length", 0),
+        ("?", "</a>x<a>", "stop", 0),
+        ("?", "<a>x", "stop", 0),
+        ("?", "<a><a>x</a>", "stop", 0),
+        ("Use <a>, </a>.\n<a>\n", "x</a>#3", "stop", 1),
+        ("<a>\n\n</a>\n\n", "#3", "stop", 1),
+        ("<a>\n", "<a>x</a>#3", "stop", 0),
+        ("Use <a>: ", "x</a>#3", "stop", 0),
+    ],
+)
+def test_a_format_has_each_tag_once_in_order_also_those_that_end_the_prompt(prompt, completion, finish, score):
+    form = {"name": "form", "verifier": "format", "weight": 0.25, "options": {"tags": ["<a>", "</a>"]}}
+    with closing(build_verifier(RewardConfig.model_validate({"others": [form]}))) as verifier:
+        (found,) = verifier.verify([Answer(prompt, completion, "3", finish)])
+    assert found.added == (("form", score, 0.25, "right" if score else "wrong"),)
+
+
 def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_verifier(tmp_path):
     (tmp_path / "own.py").write_text(
         "def vowels(prompt, completion, reference, finish, of):\n"
