@@ -112,7 +112,7 @@ def read_run(folder: Path, label: str, error: str | None = None) -> RunData:
     view = RunView.read(folder)
     commits = sorted(view.commits, key=lambda commit: commit.step)
     missing = [f"{problem.place}: {problem.problem}" for problem in view.problems]
-    missing += [f"{LEDGER}: {view.gap}"] if view.gap is not None else []
+    missing += [f"{LEDGER}: {fault}" for fault in (view.gap, view.cut_end) if fault is not None]
     provenance = Provenance()
     for commit in commits:
         try:

@@ -57,6 +57,8 @@ def _order(view: RunView) -> Iterator[Finding]:
                 pass
         if isinstance(entry, StepEntry):
             expected = max(expected, entry.step + 1)
+    if view.cut_end is not None:
+        yield Finding("error", LEDGER, view.cut_end)
 
 
 def _manifests(view: RunView, watch: Watch | None) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from fp8core.config.load import config_digest, reload_config
 from fp8core.config.run import RunConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import Ref
-from fp8core.store.layout import DESCRIPTION, LEDGER, manifest_place
+from fp8core.store.layout import CHECKPOINTS, DESCRIPTION, LEDGER, MANIFESTS, manifest_place
 from fp8core.store.ledger import START, CheckpointEntry, Entry, LedgerView, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import StepManifest, record_digest
 from fp8core.store.run_directory import RunDescription, stored_description
@@ -142,6 +142,15 @@ class RunView:
     def gap(self) -> str | None:
         missing = next((index for index in range(len(self.steps)) if index not in self.steps), None)
         return None if missing is None else f"step {max(self.steps)} is committed, but step {missing} is not"
+
+    @property
+    def cut_end(self) -> str | None:
+        """A manifest comes just before the line of its step, so a kill may leave one that is later than the ledger."""
+        last = max(self.steps, default=START - 1)
+        manifests = (int(path.stem) - 1 for path in (self.folder / MANIFESTS).glob("[0-9]*.json"))
+        checkpoints = (int(path.name) for path in (self.folder / CHECKPOINTS).glob("[0-9]*") if path.name.isdigit())
+        known = max(*manifests, *checkpoints, START - 1, START - 1)
+        return None if known <= last else f"its end is cut off: files are of step {known} and later, no line is"
 
 
 def spans(steps: Iterable[int]) -> str:

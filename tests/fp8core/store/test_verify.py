@@ -135,6 +135,12 @@ def test_what_gc_removed_is_a_note(run: Path) -> None:
 # --- manifests ---
 
 
+def test_a_ledger_without_its_last_steps_is_named(run: Path) -> None:
+    lines = (run / LEDGER).read_text().splitlines(keepends=True)
+    (run / LEDGER).write_text("".join(line for line in lines if '"step":3' not in line.replace(" ", "")))
+    (found,) = findings(run)
+    assert str(found) == f"error {LEDGER}: its end is cut off: files are of step 3 and later, no line is"
+
 def test_an_edited_manifest_is_named(run: Path) -> None:
     edit_json(run / "manifests/00002.json", set_in("record", "weights_digest"))
     (found,) = findings(run)

@@ -37,7 +37,7 @@ def packed(masters, contract, arch, lora, seed=0):
     sides = (side(contract, arch.num_layers) for side in (training_formats, rollout_formats))
     training = TrainingConfig(lora=lora, tokens_per_pass=128, **BARE)
     objective, cpu = Objective(LossConfig(), CorrectionConfig()), torch.device("cpu")
-    return PackedTrainer(arch, masters, PackedFormats(*sides, 4096, False), training, objective, cpu, seed=seed)
+    return PackedTrainer(arch, masters, PackedFormats(*sides, 4096), training, objective, cpu, seed=seed)
 
 
 @pytest.fixture(params=[exact, packed], ids=["exact", "packed"])

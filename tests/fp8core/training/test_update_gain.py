@@ -26,7 +26,7 @@ def exact(masters, contract, arch, **settings):
 def packed(masters, contract, arch, **settings):
     formats = (side(contract, arch.num_layers) for side in (training_formats, rollout_formats))
     training, objective = TrainingConfig(warmup_steps=0, **settings), Objective(LossConfig(), CorrectionConfig())
-    return PackedTrainer(arch, masters, PackedFormats(*formats, 4096, False), training, objective, CPU)
+    return PackedTrainer(arch, masters, PackedFormats(*formats, 4096), training, objective, CPU)
 
 
 @pytest.fixture(params=[exact, packed], ids=["exact", "packed"])
