@@ -141,6 +141,7 @@ def test_a_ledger_without_its_last_steps_is_named(run: Path) -> None:
     (found,) = findings(run)
     assert str(found) == f"error {LEDGER}: its end is cut off: files are of step 3 and later, no line is"
 
+
 def test_an_edited_manifest_is_named(run: Path) -> None:
     edit_json(run / "manifests/00002.json", set_in("record", "weights_digest"))
     (found,) = findings(run)
