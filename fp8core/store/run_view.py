@@ -145,7 +145,7 @@ class RunView:
 
     @property
     def cut_end(self) -> str | None:
-        """A manifest comes just before the line of its step, so a kill may leave one that is later than the ledger."""
+        """A manifest comes right before the line of its step, so a kill may leave one that is later than the ledger."""
         last = max(self.steps, default=START - 1)
         manifests = (int(path.stem) - 1 for path in (self.folder / MANIFESTS).glob("[0-9]*.json"))
         checkpoints = (int(path.name) for path in (self.folder / CHECKPOINTS).glob("[0-9]*") if path.name.isdigit())
