@@ -1,8 +1,9 @@
 """Pages of a training in Prefect beside its tasks: one for each step, and a link to MLflow.
 
-A step is a flow run below the training's, chained to what came before it. It is made through Prefect's client: `@flow`
-would ask the server ten times a step. One thread sends all requests. Nothing here fails a training. While the server is
-away, the tasks of a step belong to the training's own page, and one attempt in `PAUSE_SECONDS` finds its return.
+A step is a flow run below the training's, chained to what came before it. It is made through Prefect's client, one step
+ahead: `@flow` would ask the server ten times a step, while the training waits. One thread sends all requests. Nothing
+here fails a training. While the server is away, the tasks of a step belong to the training's own page, and one attempt
+in `PAUSE_SECONDS` finds its return.
 """
 
 import re
@@ -66,7 +67,8 @@ class TrainingPages:
         self._thread = ThreadPoolExecutor(1, "prefect-pages")
         self._next_attempt = 0.0
         self._step: FlowRun | None = None
-        self._previous: UUID | None = None
+        self._made: tuple[int, Future[FlowRun | None]] | None = None
+        """The next step, and its flow run."""
         self._ended: dict[UUID, State[Any]] = {}
 
     def __enter__(self) -> Self:
@@ -84,6 +86,7 @@ class TrainingPages:
                 self.end_step(Failed(message=printable_lines(first_line(error))))
             else:
                 self.end_step(Cancelled(message="stopped"))
+            self._leave_made()
 
     def start(self, page: str) -> None:
         """Show the MLflow run at `page`; what a killed process of this run left as running has crashed."""
@@ -93,13 +96,20 @@ class TrainingPages:
     def begin_step(self, index: int, after: Collection[State[Any]]) -> None:
         """The tasks within `place` belong to step `index`, which comes after the last step, or after these tasks."""
         self.end_step(Crashed(message="a process was lost: the step begins again"))
-        before: list[Any] = [TaskRunResult(id=each.state_details.task_run_id) for each in after]
-        if self._previous is not None:
-            before = [FlowRunResult(id=self._previous)]
-        made = self._ask(lambda: self._make_step(index, before), f"step {index} has no page of its own")
-        self._step = made.result()
-        if self._step is not None:
-            self._previous = self._step.id
+        if self._made is None or self._made[0] != index:
+            self._leave_made()
+            self._make(index, [TaskRunResult(id=each.state_details.task_run_id) for each in after])
+        assert self._made is not None, "it was ordered above"
+        with suppress(TimeoutError):
+            self._step = self._made[1].result(ANSWER_SECONDS)
+        if (step := self._step) is None:
+            self._leave_made()
+            return
+        self._made = None
+        # First what the next step will wait for.
+        if index < self._run.config.steps:
+            self._make(index + 1, [FlowRunResult(id=step.id)])
+        self._ask(lambda: self._set_state(step.id, Running()))
 
     def end_step(self, state: State[Any]) -> None:
         """End the open step, if there is one."""
@@ -117,7 +127,21 @@ class TrainingPages:
     def _ask(self, request: Callable[[], T], without: str = "its pages lack a part of this run") -> Future[T | None]:
         return self._thread.submit(self._context.run, self._answer, request, without)
 
+    def _make(self, index: int, after: list[Any]) -> None:
+        made = self._ask(lambda: self._make_step(index, after), f"step {index} has no page of its own")
+        self._made = index, made
+
+    def _leave_made(self) -> None:
+        """The next step is not reached, or made anew."""
+        if self._made is not None:
+            made, self._made = self._made[1], None
+            self._ask(lambda: self._cancel(made.result()))
+
     # ---- in the thread of the requests ----
+
+    def _cancel(self, step: FlowRun | None) -> None:
+        if step is not None:
+            self._set_state(step.id, Cancelled(message="not begun"))
 
     def _answer(self, request: Callable[[], T], without: str) -> T | None:
         """The answer; None, with a note on the console, where the server is away or refuses."""
@@ -161,18 +185,12 @@ class TrainingPages:
             "create_task_run", _place, self._training_id, str(uuid4()), name=name, task_inputs={"after": after}
         )
         made: FlowRun = self._request(
-            "create_flow_run",
-            _step,
-            name=name,
-            parameters={"step": index},
-            tags=[self._tag],
-            parent_task_run_id=place.id,
-            state=Running(),
+            "create_flow_run", _step, name, {"step": index}, tags=[self._tag], parent_task_run_id=place.id
         )
         return made
 
     def _settle(self) -> None:
-        under_way = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
+        under_way = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING]))
         left = FlowRunFilter(tags=FlowRunFilterTags(all_=[self._tag]), state=under_way)
         crashed: State[Any] = Crashed(message="its process was lost")
         for step in self._request("read_flow_runs", flow_run_filter=left):
