@@ -77,10 +77,12 @@ def test_it_learns_in_exact_fp8(workplace: Path, config: str, settings: tuple[st
 
 @pytest.mark.alone
 def test_orchestration_takes_little_of_a_step(workplace: Path) -> None:
-    """The bounds hold at the speed of the stored run; one of three shows them on a host that does other things too."""
+    """The bounds hold at the speed of the stored run; one of three shows them on a host that does other things too.
+
+    The first of the twelve steps waits for its page while the server is new, up to two seconds: hence the mean."""
     stored = next(row for row in json.loads(STORED.read_text()) if row["name"] == "tiny, seed 0")
     shares = []
-    while not any(median <= 150 and mean <= 150 for median, mean in shares):
+    while not any(median <= 150 and mean <= 250 for median, mean in shares):
         assert len(shares) < 3, shares
         found = run_tiny(workplace, f"overhead{len(shares)}", "steps=12", "warm_start.steps=3")
         # A shared host may be at half its speed for hours.
