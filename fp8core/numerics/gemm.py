@@ -215,9 +215,3 @@ def transpose(weight: Codes) -> Codes:
 
 def _code_gemm(left: Codes, right: Codes) -> Tensor:
     return block_gemm(decode(left[0]), left[1], decode(right[0]), right[1])
-
-
-def relative_rms(x: Tensor, reference: Tensor) -> float:
-    """Root mean square of x - reference over that of the reference, in FP64."""
-    wide = reference.double()
-    return ((x.double() - wide).square().mean() / wide.square().mean()).sqrt().item()

@@ -17,10 +17,10 @@ from fp8core.config.load import config_digest, reload_config
 from fp8core.config.run import RunConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import Ref
-from fp8core.store.layout import CHECKPOINTS, DESCRIPTION, LEDGER, MANIFESTS, manifest_place
+from fp8core.store.layout import DESCRIPTION, LEDGER, MANIFESTS, manifest_place
 from fp8core.store.ledger import START, CheckpointEntry, Entry, LedgerView, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import StepManifest, record_digest
-from fp8core.store.run_directory import RunDescription, stored_description
+from fp8core.store.run_directory import RunDescription, checkpoint_folders, stored_description
 
 _SHOWN_DIGITS = 12
 
@@ -148,8 +148,7 @@ class RunView:
         """A manifest comes right before the line of its step, so a kill may leave one that is later than the ledger."""
         last = max(self.steps, default=START - 1)
         manifests = (int(path.stem) - 1 for path in (self.folder / MANIFESTS).glob("[0-9]*.json"))
-        checkpoints = (int(path.name) for path in (self.folder / CHECKPOINTS).glob("[0-9]*") if path.name.isdigit())
-        known = max(*manifests, *checkpoints, START - 1, START - 1)
+        known = max((*manifests, *checkpoint_folders(self.folder)), default=last)
         return None if known <= last else f"its end is cut off: files are of step {known} and later, no line is"
 
 
