@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8core.config.section import Section
 from fp8core.errors import UserError
 from fp8core.run.context import RunContext
-from fp8core.run.update_inputs import counted_rows, rows_with_signal, turn_advantages_asked
+from fp8core.run.update_inputs import counted_rows, rows_with_signal
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -31,24 +31,12 @@ class FilterOptions(Section):
     )
 
 
-@step(
-    inputs={"rewards": "rewards"},
-    optional_inputs={"turns": "turns"},
-    outputs={"filtered": "rewards"},
-    options=FilterOptions,
-)
-def filter(
-    run: RunContext, index: int, options: FilterOptions, rewards: Ref, turns: Ref | None = None
-) -> dict[str, Ref]:
-    """Clear `keep` of every completion of a group that stays out of the loss: the scores in its baseline are equal.
-
-    With `environment.advantage: turn` a group has a signal where returns of its `turns` differ."""
-    store, by_turn = run.directory.store, turn_advantages_asked(run.config)
-    if by_turn and turns is None:
-        raise UserError("environment.advantage=turn compares turns: set pipeline.rewire={filter: {turns: turns}}")
-    played = store.get_table(turns) if by_turn and turns is not None else None
+@step(inputs={"rewards": "rewards"}, outputs={"filtered": "rewards"}, options=FilterOptions)
+def filter(run: RunContext, index: int, options: FilterOptions, rewards: Ref) -> dict[str, Ref]:
+    """Clear `keep` of every completion of a group that stays out of the loss: the scores in its baseline are equal."""
+    store = run.directory.store
     table = store.get_table(rewards)
-    kept = keep_informative(table, options.groups, played, counted_rows(table, run.config))
+    kept = keep_informative(table, options.groups, counted_rows(table, run.config))
     found = len({row["group"] for row in kept.to_pylist() if row["keep"]})
     if options.groups is not None and found < options.groups and options.shortfall == "error":
         raise UserError(
@@ -58,15 +46,12 @@ def filter(
     return {"filtered": store.put_table("rewards", kept)}
 
 
-def keep_informative(
-    rewards: pa.Table, groups: int | None, turns: pa.Table | None = None, compared: Tensor | None = None
-) -> pa.Table:
+def keep_informative(rewards: pa.Table, groups: int | None, compared: Tensor) -> pa.Table:
     """A table of kind `rewards` that keeps the first `groups` groups with a signal.
 
-    `compared`: bool [rows], those that may make the baseline of advantages, as far as they are kept; None: all."""
+    `compared`: bool [rows], those that may make the baseline of advantages, as far as they are kept."""
     keep = torch.tensor(rewards["keep"].to_pylist(), dtype=torch.bool)
-    counted = keep if compared is None else keep & compared
-    signal = (keep & rows_with_signal(rewards, turns, counted)).tolist()
+    signal = (keep & rows_with_signal(rewards, keep & compared)).tolist()
     rows = rewards.to_pylist()
     wanted = {*sorted({row["group"] for row, differs in zip(rows, signal, strict=True) if differs})[:groups]}
     chosen = [{**row, "keep": row["keep"] and row["group"] in wanted} for row in rows]

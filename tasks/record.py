@@ -19,12 +19,12 @@ from fp8core.rewards.scorer import OUTCOMES, Key
 from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import padded
 from fp8core.rl.losses import ClipRange
-from fp8core.rl.objective import named_correction
+from fp8core.rl.presets import correction_rule
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import episode_means
 from fp8core.run.scoring import compared_rows, lag_error, read_scales
-from fp8core.run.update_inputs import counted_rows, learnt_tokens, rows_with_signal, turn_advantages_asked
+from fp8core.run.update_inputs import counted_rows, learnt_tokens, rows_with_signal
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COMPLETION_KEY, LOGPROBS, SCORE, key_of, row_numbers, scores_of
 from fp8core.training.trainer import REPORTED
@@ -70,12 +70,12 @@ def record(run: RunContext, index: int, options: NoOptions, **artifacts: Ref) ->
     if "behaviour" in artifacts:
         compared, against = behind(scored, store.get_table(artifacts["behaviour"]))
     played = store.get_table(artifacts["turns"]) if "turns" in artifacts else None
-    cap = named_correction(run.config.correction).rule.cap
+    cap = correction_rule(run.config.correction).weight_cap
     # On a busy host each of hundreds of short operations would wait until all threads have had their turn. That takes a
     # second for 200,000 tokens instead of 0.1.
     with torch_threads(1):
         metrics = {
-            **reward_metrics(rewarded, run.config, played if turn_advantages_asked(run.config) else None),
+            **reward_metrics(rewarded, run.config),
             **rollout_metrics(completions, scored),
             **{f"alignment/{name}": value for name, value in mismatch(completions, against, compared, cap).items()},
             **train_metrics(store.get_json(artifacts["train_report"])),
@@ -119,7 +119,7 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def reward_metrics(rewards: pa.Table, config: RunConfig, turns: pa.Table | None = None) -> dict[str, float]:
+def reward_metrics(rewards: pa.Table, config: RunConfig) -> dict[str, float]:
     """Mean, spread, share of each outcome, share of groups with a signal, and the mean of each verifier.
 
     Spread and signal are those of `counted_rows`."""
@@ -129,7 +129,7 @@ def reward_metrics(rewards: pa.Table, config: RunConfig, turns: pa.Table | None 
     groups = torch.tensor(rewards["group"].to_pylist())
     counted = counted_rows(rewards, config)
     spread = float(scores[counted].std(correction=0)) if counted.any() else 0.0
-    mixed = groups[rows_with_signal(rewards, turns, counted)]
+    mixed = groups[rows_with_signal(rewards, counted)]
     outcomes = Counter(rewards["outcome"].to_pylist())
     return {
         "reward/mean": float(values.mean()),
@@ -226,9 +226,9 @@ def age_metrics(
     if "versions" in rollouts.column_names:
         ages = newest - padded(rollouts["versions"], torch.int64, newest)
     old, sampled = (padded(table["logprobs"], torch.float32, 0.0) for table in (logprobs, rollouts))
-    learnt = learnt_tokens(rollouts, rewards, logprobs, config)
+    learnt = learnt_tokens(rollouts, rewards, config)
     clip = ClipRange(low=config.loss.clip_low, high=config.loss.clip_high)
-    lag = lag_metrics(old, sampled, ages, learnt, named_correction(config.correction).rule, clip)
+    lag = lag_metrics(old, sampled, ages, learnt, correction_rule(config.correction).weight_cap, clip)
     return {
         **{f"rollout/{name}": value for name, value in staleness_metrics(ages, written).items()},
         **{f"correction/{name}": value for name, value in lag.items()},

@@ -46,9 +46,9 @@ def train(
     """Policy v_i becomes v_{i+1}."""
     store, trainer = run.directory.store, trainer_of_policy(run, policy)
     table, signals = store.get_table(rollouts, UPDATE_COLUMNS), LearningSignals(rewards, reference, teacher, turns)
-    batch, masking = update_batch(run, index, table, store.get_table(logprobs), signals)
+    batch = update_batch(run, index, table, store.get_table(logprobs), signals)
     report = trainer.step(batch, run.config.rollout.temperature, read_scales(run, scales).layers)
-    return stored_update(run, report, masking, batch, table)
+    return stored_update(run, report, batch, table)
 
 
 @step(
@@ -87,7 +87,7 @@ def train_scoring(
     versions = ["versions"] if ratio_holds_age(config) else []
     table = store.get_table(rollouts, [*UPDATE_COLUMNS, *versions])
     signals = LearningSignals(rewards, reference, teacher, turns)
-    batch, masking = update_batch(run, index, table, None, signals)
+    batch = update_batch(run, index, table, None, signals)
     sampled = config.logprobs.source == "rollout"
     if sampled:
         keys, compared = enumerate(keys_of(table)), compared_rows(config, index, batch.mask).tolist()
@@ -99,7 +99,7 @@ def train_scoring(
     if sampled:
         scored = replace(scored, logprobs=torch.where(batch.of_this_policy, batch.rollout_logprobs, scored.logprobs))
     learnt = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=scored.logprobs)
-    return stored_update(run, report, masking, learnt, table) | stored_scores(run, version, table, scored)
+    return stored_update(run, report, learnt, table) | stored_scores(run, version, table, scored)
 
 
 @dataclass(frozen=True)
@@ -114,22 +114,20 @@ class LearningSignals:
 
 def update_batch(
     run: RunContext, index: int, rollouts: pa.Table, logprobs: pa.Table | None, signals: LearningSignals
-) -> tuple[RolloutBatch, dict[str, float]]:
+) -> RolloutBatch:
     store = run.directory.store
     penalty = store.get_table(signals.reference) if signals.reference else None
     played = store.get_table(signals.turns) if signals.turns else None
-    batch, masking = rollout_batch(rollouts, store.get_table(signals.rewards), logprobs, penalty, run.config, played)
+    batch = rollout_batch(rollouts, store.get_table(signals.rewards), logprobs, penalty, run.config)
     if played is not None:
         batch = replace(batch, observed=observed_tokens(rollouts, played, batch.mask.shape[1]))
     taught = padded(store.get_table(signals.teacher)["logprobs"], torch.float32, 0.0) if signals.teacher else None
-    return replace(batch, teacher_logprobs=taught), masking
+    return replace(batch, teacher_logprobs=taught)
 
 
-def stored_update(
-    run: RunContext, report: TrainReport, masking: dict[str, float], batch: RolloutBatch, rollouts: pa.Table
-) -> dict[str, Ref]:
+def stored_update(run: RunContext, report: TrainReport, batch: RolloutBatch, rollouts: pa.Table) -> dict[str, Ref]:
     """The next policy, the report of its update and the advantages that it used, as artifacts."""
-    store, report = run.directory.store, replace(report, correction=report.correction | masking)
+    store = run.directory.store
     values = pa.array(row_advantages(batch, run.config.loss, run.config.correction).numpy())
     columns = [*(rollouts[name] for name in COMPLETION_KEY), values]
     return {

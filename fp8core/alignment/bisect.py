@@ -202,5 +202,5 @@ def _error(side: Tensor, baseline: Tensor, sequences: TokenBatch) -> LogprobDist
     return LogprobDistance(
         mean=metrics["logprob_abs_diff"],
         mult_prob_error=metrics["token_mult_prob_error"],
-        largest=metrics["abs_diff_max"],
+        largest=metrics["logprob_abs_diff_max"],
     )

@@ -21,7 +21,7 @@ from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig
 from fp8core.config.shipped import ENGINES
 from fp8core.errors import UserError
-from fp8core.rl.objective import named_correction
+from fp8core.rl.presets import correction_rule
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
 
@@ -55,8 +55,6 @@ _NEAR = {"error": _ERROR, "k3": 1e-2, "probe_error": 1.5}
 _SAME_RATIO = {"ratio_bias": 0.0, "ratio_deviation": 0.0, "ratio_clipped": 0.0}
 _NEAR_RATIO = {"ratio_bias": _ERROR - 1, "ratio_deviation": _ERROR - 1, "ratio_clipped": 0.05}
 _PATIENCE = 3
-# Each advantage has the sign of reward - mean reward of the group, so no part of a batch has a negative slope.
-_GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "leave_one_out"})
 
 
 @dataclass(frozen=True)
@@ -177,10 +175,8 @@ def _differing(config: RunConfig) -> list[str]:
 def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
     # A loss mask has no rounding, and a gradient against the rewards is wrong in every format.
     limits, ratio = {"mask_differing": 0.0}, _ratio_limits(config, contract)
-    # A turn may have a return above its baseline in an episode whose reward is below the mean.
-    by_turn = config.environment is not None and config.environment.advantage == "turn"
-    by_rewards = config.loss.policy in SHIPPED_LOSSES and not config.loss.reward_kl and not by_turn
-    if config.loss.advantage in _GROUP_BASELINES and by_rewards and not config.loss.distillation.weight:
+    # Each advantage has the sign of reward - mean reward of the group, so no part of a batch has a negative slope.
+    if config.loss.policy in SHIPPED_LOSSES and not config.loss.distillation.weight:
         limits["reward_slope"] = 0.0
     return limits | (_EQUAL if contract in EQUAL else _NEAR) | ratio
 
@@ -188,7 +184,7 @@ def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
 def _ratio_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
     if contract in EQUAL:
         return {} if ratio_holds_age(config) else _SAME_RATIO
-    if named_correction(config.correction).mode == "bypass":
+    if correction_rule(config.correction).mode == "bypass":
         # The loss takes the rollout's log-probs for the old ones, so the ratio of a token holds its mismatch.
         return {} if ratio_holds_age(config) else {"ratio_bias": _NEAR_RATIO["ratio_bias"]}
     same_trainer = trainer_of(config.training).arithmetic == "exact"
@@ -197,7 +193,7 @@ def _ratio_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
 
 def ratio_holds_age(config: RunConfig) -> bool:
     """True if importance ratios are over the policy that wrote a token, and that may be an older one."""
-    rollout_for_old = config.logprobs.source == "rollout" or named_correction(config.correction).mode == "bypass"
+    rollout_for_old = config.logprobs.source == "rollout" or correction_rule(config.correction).mode == "bypass"
     return rollout_for_old and config.pipeline.mode != "synchronous" and config.pipeline.max_staleness > 0
 
 

@@ -24,7 +24,7 @@ from fp8core.models.weights import Shipped
 from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.rl.user_loss import refuse_other_loss, shared_loss
+from fp8core.rl.user_loss import shared_loss
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.shared_weights import TensorSpec
@@ -115,13 +115,12 @@ class Cluster:
         return ReplicatedEngine(self.gang, key, self._meeting, config.cluster.placement == "colocated")
 
     def build_trainer(self, config: RunConfig, arch: Architecture, masters: TensorSource) -> "RankedTrainer":
-        """A trainer over all ranks. Raises UserError: a rank has another file of a loss of the user's own."""
-        config = self._with_its_loss(self.gang.ranks, config)
+        config = config.model_copy(update={"loss": shared_loss(config.loss)})
         key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, masters)
         return RankedTrainer(self.gang, key, arch)
 
     def build_sft_trainer(self, config: RunConfig, arch: Architecture, initial: TensorSource) -> "RemoteSft":
-        config = self._with_its_loss(self.gang.ranks[:1], config)
+        config = config.model_copy(update={"loss": shared_loss(config.loss)})
         key = self._build(self.gang.ranks[:1], build_sft, (), config, arch, initial)
         return RemoteSft(self.gang, key)
 
@@ -147,13 +146,6 @@ class Cluster:
                 raise
             # Rank 0 ended while others looked for it.
             raise MemberLost(str(error)) from error
-
-    def _with_its_loss(self, members: Sequence[Handle], config: RunConfig) -> RunConfig:
-        """A configuration whose policy loss members read in the file that this process reads."""
-        loss, digest = shared_loss(config.loss)
-        if digest is not None:
-            self.gang.call_all(members, "build", "loss", refuse_other_loss, (), loss.policy, digest)
-        return config.model_copy(update={"loss": loss})
 
     def _build(self, members: Sequence[Handle], part: Callable[..., Any], uses: Sequence[str], *arguments: Any) -> str:
         key = f"{part.__name__} {next(self._keys)}"

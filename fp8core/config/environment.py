@@ -26,9 +26,6 @@ class EnvironmentConfig(Section):
     format: Literal["auto", "qwen", "llama3", "plain"] = Field(
         "auto", description="How a tool call is written; auto: as in the model's chat template, else plain."
     )
-    advantage: Literal["episode", "turn"] = Field(
-        "episode", description="`turn`: tokens learn from the rewards of their turn and later ones."
-    )
     failed: Literal["leave_out", "count"] = Field(
         "leave_out",
         description="Episodes that end as timeout or crashed: leave out of loss and baseline, or count the reward.",

@@ -1,7 +1,4 @@
-"""The objective: the policy loss by its name, what is added to it, and the hyperparameters of single losses.
-
-Defaults of hyperparameters are their sources' (fp8core/rl/losses.py).
-"""
+"""The objective: the policy loss by its name, and what is added to it."""
 
 from typing import Literal, NamedTuple
 
@@ -29,18 +26,9 @@ SHIPPED_LOSSES = {
     "cispo": LossTraits(),
     "reinforce": LossTraits(weighted_in_bypass=True),
     "binary_tv": LossTraits(),
-    "geo_mean": LossTraits(by_rows=True),
-    "sapo": LossTraits(by_rows=True),
 }
 """By name; `rl.objective` builds them. A loss of a user's own has `OWN_LOSS`."""
 OWN_LOSS = LossTraits()
-
-
-class SapoConfig(Section):
-    """Slope of `sapo` around a ratio of 1."""
-
-    tau_positive: float = Field(1.0, gt=0, le=1000, description="Where the advantage is positive.")
-    tau_negative: float = Field(1.05, gt=0, le=1000, description="Elsewhere.")
 
 
 class DistillationConfig(Section):
@@ -93,34 +81,20 @@ class LossConfig(Section):
     clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped below 1 - clip_low.")
     clip_high: float = Field(0.28, ge=0, le=10, description="The ratio is clipped above 1 + clip_high.")
     dual_clip: float | None = Field(None, gt=1, le=100, description="Bound of the loss of negative advantages.")
-    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
         "token-mean", description="From per-token terms to the loss, by verl's names."
     )
     length_normaliser: int | None = Field(
         None, ge=1, description="Dr.GRPO: divide sums over tokens by this constant instead of `aggregation`."
     )
-    advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-    ] = Field("grpo", description="Advantage estimator (fp8core/rl/advantages.py).")
+    advantage: Literal["grpo", "dr_grpo", "rloo", "leave_one_out"] = Field(
+        "grpo", description="Advantage estimator (fp8core/rl/advantages.py)."
+    )
     advantage_epsilon: float = Field(1e-4, gt=0, le=1, description="Added to the standard deviation of rewards.")
     reference_kl: float = Field(
         0.0, ge=0, le=100, description="Weight of the penalty towards the reference policy; needs the reference step."
     )
-    reference_kl_estimate: Literal["k1", "k2", "k3"] = Field("k3", description="Estimate of that divergence.")
-    reward_kl: float = Field(
-        0.0,
-        ge=0,
-        le=100,
-        description="Times the divergence from the reference, taken off rewards; needs the reference step.",
-    )
-    reward_kl_estimate: Literal["k1", "abs", "k2", "k3"] = Field(
-        "k1", description="Estimate of that divergence by token."
-    )
-    reference_kl_gradient: Literal["estimate", "unbiased", "importance"] = Field(
-        "estimate", description="What the estimate is multiplied by (docs/guides/losses.md)."
-    )
     entropy: float = Field(0.0, ge=0, le=100, description="Weight of the entropy bonus, at each written token.")
-    sapo: SapoConfig = Field(default_factory=SapoConfig, description="Of policy=sapo.")
     distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="From a teacher.")
 
     @field_validator("policy")
@@ -139,10 +113,5 @@ class LossConfig(Section):
             raise ValueError(
                 f"policy={self.policy} is a mean over rows: set aggregation to seq-mean-token-mean, and "
                 "length_normaliser to null"
-            )
-        if self.reference_kl and (self.reference_kl_estimate, self.reference_kl_gradient) == ("k1", "estimate"):
-            raise ValueError(
-                "reference_kl_estimate=k1 has a derivative of zero in the mean: set reference_kl_gradient to unbiased, "
-                "or take k2 or k3"
             )
         return self

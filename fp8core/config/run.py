@@ -325,10 +325,10 @@ def _update_problems(config: RunConfig) -> Iterator[str]:
         if over * training.minibatches <= training.warmup_steps:
             yield f"{place} ends within training.warmup_steps={training.warmup_steps}; lower the warm-up"
     teaches_alone = loss.distillation.weight > 0 and loss.distillation.rewards == 0
-    if rollout.group_size == 1 and loss.advantage != "reinforce_plus_plus" and not teaches_alone:
+    if rollout.group_size == 1 and not teaches_alone:
         yield (
             f"rollout.group_size=1: loss.advantage={loss.advantage} compares the completions of a prompt, and "
-            "one alone teaches nothing; raise it, or set loss.advantage to reinforce_plus_plus"
+            "one alone teaches nothing; raise it"
         )
 
 
@@ -353,11 +353,6 @@ def _episode_problems(config: RunConfig) -> Iterator[str]:
                 f"environment.{name}={tokens} is more than rollout.max_new_tokens={rollout.max_new_tokens}, the budget "
                 "of all turns and observations; lower it, or raise that"
             )
-    if environment.advantage == "turn" and config.loss.reward_kl:
-        yield (
-            f"environment.advantage=turn: rewards of turns have no penalty of loss.reward_kl={config.loss.reward_kl}; "
-            "set one of both to its default"
-        )
 
 
 def public_dump(config: RunConfig) -> dict[str, Any]:

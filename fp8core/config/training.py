@@ -120,8 +120,8 @@ class TrainingConfig(Section):
 class WeightingConfig(Section):
     """Importance weights (fp8core/rl/correction.py)."""
 
-    level: Literal["none", "token", "sequence", "geometric"] = Field(
-        "token", description="What has one weight: each token, or each row by the product or mean of its ratios."
+    level: Literal["none", "token", "sequence"] = Field(
+        "token", description="What has one weight: each token, or each row by the product of its ratios."
     )
     action: Literal["keep", "truncate", "clip", "band", "mask"] = Field(
         "truncate", description="What happens outside the bounds (docs/reference/numerics.md)."
@@ -129,16 +129,44 @@ class WeightingConfig(Section):
     low: float = Field(0.0, ge=0, le=1e6, description="Lower bound of a weight.")
     high: float = Field(2.0, gt=0, le=1e6, description="Upper bound of a weight.")
 
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> "WeightingConfig":
+        if self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}")
+        return self
+
+
+FilterName = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+]
+
 
 class FilterConfig(Section):
     """A rejection filter (fp8core/rl/correction.py); bounds of k1 filters are on rho = old / rollout."""
 
-    name: str = Field(description="token, seq_sum, seq_mean or seq_max, then _k1, _k2 or _k3; not seq_max_k1.")
+    name: FilterName = Field(description="A statistic of a token or a row, and its divergence.")
     low: float = Field(0.0, ge=0, le=1e6, description="Of k1: least rho.")
     high: float = Field(gt=0, le=1e6, description="Of k1: largest rho; of k2 and k3: largest divergence.")
-    clamp: Literal["token", "row"] = Field(
-        "token", description="What is clamped to +-20: each token's difference (verl), or for k1 the row's (SkyRL)."
-    )
+
+    @property
+    def bounds_ratio(self) -> bool:
+        return self.name.endswith("_k1")
+
+    @model_validator(mode="after")
+    def _bounds_fit_the_divergence(self) -> "FilterConfig":
+        if self.bounds_ratio and not 0 < self.low <= self.high:
+            raise ValueError(f"{self.name}: low={self.low}, high={self.high}: set low above 0, and not above high")
+        if not self.bounds_ratio and self.low != 0:
+            raise ValueError(f"{self.name}: low={self.low}: it takes an upper bound alone")
+        return self
 
 
 class CorrectionConfig(Section):
@@ -152,28 +180,27 @@ class CorrectionConfig(Section):
     weighting: WeightingConfig = Field(default_factory=WeightingConfig, description="Of custom.")
     filters: list[FilterConfig] = Field(default_factory=list, description="Of custom: rejection filters.")
     veto: float | None = Field(None, gt=0, le=1, description="Of custom: a token below this ratio rejects its row.")
-    normalise: Literal["none", "token", "sequence"] = Field("none", description="Of custom: weights average 1.")
-    normalise_over: Literal["kept", "all"] = Field(
-        "kept", description="Of custom: weights average 1 over what was kept, or over all."
-    )
-    order: Literal["joint", "in_turn"] = Field(
-        "joint", description="Of custom: tests look at all tokens, or at what earlier ones left."
-    )
+    normalise: Literal["none", "token"] = Field("none", description="Of custom: token weights average 1.")
     denominator: Literal["kept", "all"] | None = Field(
         None, description="Of custom: rejected tokens leave the loss's denominator (kept), or stay in it with weight 0."
     )
     mode: Literal["decoupled", "bypass"] = Field(
         "decoupled", description="Of custom: bypass takes rollout for old, and corrects anew at every update."
     )
-    seq_logprob_error_threshold: float | None = Field(
-        None, ge=1, le=1e6, description="Rows whose mean of exp(|old - rollout|) exceeds this leave the loss."
-    )
-    off_policy_delta: float | None = Field(
-        None, gt=0, le=100, description="Bad rows whose mean of rollout - current exceeds this weigh 0 (DeepSeek-V3.2)."
-    )
-    baseline: Literal["all", "kept"] = Field(
-        "all", description="Whether rejected rows stay in the baseline of their group."
-    )
+
+    @property
+    def divides_by(self) -> Literal["kept", "all"]:
+        return self.denominator or ("all" if self.mode == "bypass" else "kept")
+
+    @property
+    def rejects(self) -> bool:
+        return bool(self.filters) or self.veto is not None or self.weighting.action == "mask"
+
+    @property
+    def weight_cap(self) -> float:
+        """The bound of truncated token weights, for metrics of them; 2 where there is none."""
+        truncates = self.weighting.level == "token" and self.weighting.action in ("truncate", "clip")
+        return self.weighting.high if truncates and self.weighting.high >= 1 else 2.0
 
     @model_validator(mode="after")
     def _settings_are_read(self) -> "CorrectionConfig":
@@ -183,7 +210,7 @@ class CorrectionConfig(Section):
             raise ValueError(f"correction.preset={self.preset} needs correction.method=preset, not {self.method}")
         # `none` switches off whatever else is set.
         if self.method in ("token_tis", "preset"):
-            for name in ("weighting", "filters", "veto", "normalise", "normalise_over", "order", "denominator", "mode"):
+            for name in ("weighting", "filters", "veto", "normalise", "denominator", "mode"):
                 if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                     raise ValueError(f"{name}: method=custom alone reads it, not {self.method}; unset one of both")
         if self.method == "custom" and self.mode == "bypass":

@@ -1,7 +1,6 @@
 """The diagnosis of a training: why it learned nothing and what to change, in one sentence.
 
-In a step without a signal the scores of every group are equal, so that no completion has an advantage. REINFORCE++
-compares all rewards of a step; there a step has no signal where all of them are equal.
+In a step without a signal the scores of every group are equal, so that no completion has an advantage.
 """
 
 import math
@@ -20,7 +19,7 @@ from fp8core.report.tokens import was_removed
 from fp8core.rewards.scorer import OUTCOMES
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.ledger import START
-from fp8core.store.metrics import CUT_OFF, ENTROPY, LENGTH, OUTCOME, REWARD, SIGNAL, SPREAD, STEP, History
+from fp8core.store.metrics import CUT_OFF, ENTROPY, LENGTH, OUTCOME, REWARD, SIGNAL, STEP, History
 from fp8core.store.run_view import RunView
 
 _RIGHT = f"{OUTCOME}right"
@@ -99,9 +98,7 @@ class Evidence:
         """The steps without a signal, where they are many and rewards are what the run was to learn from."""
         if not self._needs_rewards:
             return []
-        spread = self.config is not None and self.config.loss.advantage == "reinforce_plus_plus"
-        signal = SPREAD if spread else SIGNAL
-        silent = [row for row in self.measured if row.get(signal, row[SIGNAL]) == 0]
+        silent = [row for row in self.measured if row[SIGNAL] == 0]
         many = _MOST if self.learning == "too short to tell" else _MANY
         return silent if len(silent) >= many * len(self.measured) else []
 
@@ -115,7 +112,7 @@ class Evidence:
     def _needs_rewards(self) -> bool:
         """False where the run learned, or a teacher, or a penalty that is part of the reward, gave another signal."""
         loss = None if self.config is None else self.config.loss
-        other = loss is not None and (loss.distillation.weight > 0 or loss.reward_kl > 0)
+        other = loss is not None and loss.distillation.weight > 0
         return not other and not self.learning.startswith("learned")
 
     def most(self, *names: str) -> bool:

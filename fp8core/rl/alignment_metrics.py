@@ -2,11 +2,8 @@
 
 Tokens were sampled from the rollout policy g; p is the training policy. docs/reference/numerics.md has the formula,
 ideal and origin of each metric. Per token d = log p - log g, w = exp(d). Exponents are clamped to +-20; sums are FP64.
-Known deviations: NeMo RL clamps no exponent and takes sampling_importance_ratio after truncation. verl adds 1e-8 inside
-ESS, which is then never exactly 1, and clamps no k3.
-
-Divergences (`k1` to `jensen_shannon_k3`) are functions of d = log p(token) - log q(token) for tokens sampled from q, of
-any shape: elementwise, differentiable, unclamped (J. Schulman, "Approximating KL Divergence", 2020).
+Known deviations: NeMo RL clamps no exponent; verl adds 1e-8 inside ESS, which is then never exactly 1, and clamps no
+k3. `k1` to `k3` are elementwise, differentiable and unclamped (J. Schulman, "Approximating KL Divergence", 2020).
 """
 
 import math
@@ -17,7 +14,6 @@ from torch import Tensor
 
 EXPONENT_BOUND = 20.0
 POSITION_STARTS = (0, 16, 64, 256, 1024)
-QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 
 
 def clamp_exponent(d: Tensor) -> Tensor:
@@ -26,37 +22,19 @@ def clamp_exponent(d: Tensor) -> Tensor:
 
 
 def k1(d: Tensor) -> Tensor:
-    """-d: unbiased for KL(q || p), any sign."""
+    """-d: unbiased for KL(g || p), any sign."""
     return -d
 
 
 def k2(d: Tensor) -> Tensor:
-    """d^2 / 2: never negative; biased for KL(q || p), of order d^3."""
+    """d^2 / 2: never negative; biased for KL(g || p), of order d^3."""
     return d.square() / 2
 
 
 def k3(d: Tensor) -> Tensor:
-    """exp(d) - 1 - d: unbiased for KL(q || p), never negative."""
+    """exp(d) - 1 - d: unbiased for KL(g || p), never negative."""
     # exp(d) - 1 would lose the digits of small d.
     return torch.expm1(d) - d
-
-
-def jensen_shannon(d: Tensor) -> Tensor:
-    """Unbiased for JS(p, q) = KL(p||m)/2 + KL(q||m)/2, m = (p+q)/2, by weighting the p half with exp(d); >= 0."""
-    p_over_m, q_over_m = _against_mixture(d)
-    # For d below 1e-11 the two halves cancel to rounding errors of either sign.
-    return ((torch.exp(d) * p_over_m + q_over_m) / 2).clamp_min(0)
-
-
-def jensen_shannon_k3(d: Tensor) -> Tensor:
-    """NeMo RL's form: the mean of k3(log p/m) and k3(log q/m). Not JS: it estimates neither half under q."""
-    p_over_m, q_over_m = _against_mixture(d)
-    return (k3(p_over_m) + k3(q_over_m)) / 2
-
-
-def _against_mixture(d: Tensor) -> tuple[Tensor, Tensor]:
-    """log p/m and log q/m for the mixture m = (p+q)/2; exactly 0 at d = 0."""
-    return -torch.log1p(torch.expm1(-d) / 2), -torch.log1p(torch.expm1(d) / 2)
 
 
 def alignment_metrics(training: Tensor, rollout: Tensor, mask: Tensor, cap: float = 2.0) -> dict[str, float]:
@@ -65,7 +43,7 @@ def alignment_metrics(training: Tensor, rollout: Tensor, mask: Tensor, cap: floa
     Args:
         training, rollout: log-probs of the sampled tokens under both policies, float [B, T], natural log.
         mask: bool [B, T], true where the rollout policy wrote the token; elsewhere any value is allowed.
-        cap: truncation cap C of the importance weights (ess, rollout_is_*, fraction_high, fraction_low).
+        cap: importance weights are truncated at this in `ess`.
 
     Raises ValueError: there is no unmasked token, or one has NaN or infinity.
     """
@@ -79,17 +57,23 @@ def alignment_metrics(training: Tensor, rollout: Tensor, mask: Tensor, cap: floa
     training, rollout = training[mask].double().cpu(), rollout[mask].double().cpu()
     d = training - rollout
     ranked = _ranked(d)
+    bounded, sizes = clamp_exponent(ranked), _ranked(ranked.abs())
+    w = bounded.exp()
+    truncated = w.clamp(max=cap)
     differing = training.float().view(torch.int32) != rollout.float().view(torch.int32)
     return {
         "tokens": float(d.numel()),
-        "sequences": float(lengths.numel()),
         "tokens_differing": float(differing.sum()),
-        "approx_entropy": _mean(_ranked(-clamp_exponent(d).exp() * training)),
-        **_divergences(ranked),
-        **_weights(ranked, cap),
-        **_differences(ranked),
+        "token_mult_prob_error": _mean(bounded.abs().exp()),
+        "kl": _mean(k1(ranked)),
+        "k3_kl": _mean(k3(bounded)),
+        "sampling_importance_ratio": _mean(w),
+        "ess": (truncated.mean().square() / truncated.square().mean()).item(),
+        "logprob_abs_diff": _mean(sizes),
+        "logprob_abs_diff_max": sizes[-1].item(),
+        "abs_diff_p99": sizes[math.ceil(0.99 * len(sizes)) - 1].item(),
         **_by_position(d, lengths),
-        **_by_sequence(training, rollout, lengths),
+        "max_seq_mult_prob_error": _row_means(clamp_exponent(d).abs().exp(), lengths).max().item(),
     }
 
 
@@ -116,49 +100,6 @@ def _mean(values: Tensor) -> float:
     return values.mean().item()
 
 
-def _divergences(d: Tensor) -> dict[str, float]:
-    bounded = clamp_exponent(d)
-    w, forward, backward = bounded.exp(), k3(bounded), k3(-bounded)
-    return {
-        "token_mult_prob_error": _mean(bounded.abs().exp()),
-        "kl": _mean(k1(d)),
-        "k2_kl": _mean(k2(d)),
-        "k3_kl": _mean(forward),
-        "gen_kl_error": _mean(forward),
-        "policy_kl_error": _mean(backward),
-        "reverse_kl": _mean(w * d),
-        "reverse_k2_kl": _mean(w * k2(d)),
-        "reverse_k3_kl": _mean(w * backward),
-        "js_divergence": _mean(jensen_shannon(bounded)),
-        "js_divergence_error": _mean(jensen_shannon_k3(bounded)),
-        "chi2_token": _mean(torch.expm1(2 * bounded)),
-    }
-
-
-def _weights(d: Tensor, cap: float) -> dict[str, float]:
-    w = clamp_exponent(d).exp()
-    truncated = w.clamp(max=cap)
-    mean = truncated.mean()
-    return {
-        "sampling_importance_ratio": _mean(w),
-        "ess": (mean.square() / truncated.square().mean()).item(),
-        "rollout_is_mean": mean.item(),
-        "rollout_is_std": _mean((truncated - mean).square()) ** 0.5,
-        "rollout_is_min": truncated.min().item(),
-        "rollout_is_max": truncated.max().item(),
-        "fraction_high": _mean((w > cap).double()),
-        "fraction_low": _mean((w < 1 / cap).double()),
-        "share_outside_0.9_1.1": _mean(((w < 0.9) | (w > 1.1)).double()),
-    }
-
-
-def _differences(d: Tensor) -> dict[str, float]:
-    ranked = _ranked(d.abs())
-    quantiles = {f"abs_diff_{name}": ranked[math.ceil(q * len(ranked)) - 1].item() for name, q in QUANTILES.items()}
-    largest = ranked[-1].item()
-    return {"logprob_abs_diff": _mean(ranked), "logprob_abs_diff_max": largest, **quantiles, "abs_diff_max": largest}
-
-
 def _by_position(d: Tensor, lengths: Tensor) -> dict[str, float]:
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     positions, result = torch.arange(len(starts)) - starts, {}
@@ -170,35 +111,6 @@ def _by_position(d: Tensor, lengths: Tensor) -> dict[str, float]:
     return result
 
 
-def _by_sequence(training: Tensor, rollout: Tensor, lengths: Tensor) -> dict[str, float]:
+def _row_means(values: Tensor, lengths: Tensor) -> Tensor:
     rows = torch.arange(len(lengths)).repeat_interleave(lengths)
-
-    def row_sum(values: Tensor) -> Tensor:
-        return torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, rows, values)
-
-    def mean(values: Tensor) -> float:
-        return _mean(_ranked(values))
-
-    d = training - rollout
-    bounded = clamp_exponent(d)
-    total = clamp_exponent(row_sum(d))
-    errors = row_sum(bounded.abs().exp()) / lengths
-    log_ppl, log_ppl_rollout = row_sum(-training) / lengths, row_sum(-rollout) / lengths
-    log_ppl_diff = row_sum(-d) / lengths
-    return {
-        "max_seq_mult_prob_error": errors.max().item(),
-        "mean_seq_mult_prob_error": mean(errors),
-        "min_seq_mult_prob_error": errors.min().item(),
-        "seq_max_deviation": (row_sum(bounded.exp()) / lengths - 1).abs().max().item(),
-        "sampling_importance_ratio_seq": mean(total.exp()),
-        "chi2_seq": mean(torch.expm1(2 * total)),
-        "training_log_ppl": mean(log_ppl),
-        "rollout_log_ppl": mean(log_ppl_rollout),
-        "training_ppl": mean(clamp_exponent(log_ppl).exp()),
-        "rollout_ppl": mean(clamp_exponent(log_ppl_rollout).exp()),
-        "log_ppl_diff": mean(log_ppl_diff),
-        "log_ppl_abs_diff": mean(log_ppl_diff.abs()),
-        "log_ppl_diff_max": log_ppl_diff.max().item(),
-        "log_ppl_diff_min": log_ppl_diff.min().item(),
-        "ppl_ratio": mean(clamp_exponent(log_ppl_diff).exp()),
-    }
+    return torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, rows, values) / lengths

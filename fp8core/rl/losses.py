@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fp8core.rl.alignment_metrics import clamp_exponent, k1, k2, k3
+from fp8core.rl.alignment_metrics import clamp_exponent, k3
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,12 @@ Aggregate = Callable[[Tensor, Tensor, Denominator], Tensor]
 
 def token_mean(terms: Tensor, mask: Tensor, denominator: Denominator) -> Tensor:
     """Every token weighs the same (DAPO, arXiv 2503.14476, eq. 12)."""
-    return token_sum(terms, mask, denominator) / max(denominator.tokens, 1)
-
-
-def token_sum(terms: Tensor, mask: Tensor, denominator: Denominator) -> Tensor:
-    return torch.where(mask, terms, 0.0).sum()
+    return torch.where(mask, terms, 0.0).sum() / max(denominator.tokens, 1)
 
 
 def sequence_mean_token_sum(terms: Tensor, mask: Tensor, denominator: Denominator) -> Tensor:
     """Sum over tokens / sequences: long sequences weigh more."""
-    return token_sum(terms, mask, denominator) / max(denominator.sequences, 1)
+    return torch.where(mask, terms, 0.0).sum() / max(denominator.sequences, 1)
 
 
 def sequence_mean_token_mean(terms: Tensor, mask: Tensor, denominator: Denominator) -> Tensor:
@@ -70,7 +66,6 @@ def _over_constant(length: int, terms: Tensor, mask: Tensor, denominator: Denomi
 
 AGGREGATIONS: dict[str, Aggregate] = {
     "token-mean": token_mean,
-    "token-sum": token_sum,
     "seq-mean-token-sum": sequence_mean_token_sum,
     "seq-mean-token-mean": sequence_mean_token_mean,
 }
@@ -230,75 +225,14 @@ def binary_tv(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> Loss
     return loss_output(inputs, terms, aggregate, ratio, ~trusted)
 
 
-def sapo(
-    inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, *, tau_positive: float, tau_negative: float
-) -> LossOutput:
-    """-w A (4 / tau) sigmoid(tau (r - 1)): a gate that closes smoothly in place of a clip. One tau holds where A > 0,
-    another elsewhere (SAPO, arXiv 2511.20347; verl, `compute_policy_loss_sapo` of verl/trainer/ppo/core_algos.py)."""
-    x = MaskedInputs.of(inputs)
-    ratio = x.log_ratio.exp()
-    # Of two plain numbers torch would make FP32.
-    tau = torch.where(x.advantages > 0, torch.full_like(ratio, tau_positive), tau_negative)
-    return loss_output(inputs, -x.weights * x.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, aggregate, ratio)
-
-
-def geo_mean(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
-    """-w A exp(row mean of the clipped log r): the geometric mean of a row's ratios (GMPO, arXiv 2507.20673; verl,
-    `compute_policy_loss_geo_mean` of verl/trainer/ppo/core_algos.py).
-
-    log r is limited to [-low, high] by token where that lowers A r. A is the row mean of the advantages, and w the
-    geometric mean of the row's weights, at least 1e-10 each (verl adds 1e-10). The row's loss stands at each of its
-    tokens, for `aggregate`.
-    """
-    x = MaskedInputs.of(inputs)
-    log_ratio, sign = x.current - x.old, x.advantages.sign()
-    bounded = log_ratio.clamp(-clip.low, clip.high)
-    clipped = sign * bounded < sign * log_ratio
-    lengths = inputs.learnt.sum(dim=1, keepdim=True).clamp_min(1)
-    limited, log_weights, advantages = (
-        torch.where(inputs.learnt, values, 0.0).sum(dim=1, keepdim=True) / lengths
-        # An advantage of 0 leaves no ratio, as in verl.
-        for values in (
-            sign.abs() * torch.where(clipped, bounded, log_ratio),
-            x.weights.clamp_min(1e-10).log(),
-            x.advantages,
-        )
-    )
-    terms = -advantages * clamp_exponent(limited).exp() * log_weights.exp()
-    return loss_output(inputs, torch.where(inputs.learnt, terms, 0.0), aggregate, x.log_ratio.exp(), clipped)
-
-
-ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-
-
 def reference_penalty(
-    current: Tensor,
-    reference: Tensor,
-    mask: Tensor,
-    denominator: Denominator,
-    *,
-    estimate: Callable[[Tensor], Tensor] = k3,
-    aggregate: Aggregate = token_mean,
-    behaviour: Tensor | None = None,
+    current: Tensor, reference: Tensor, mask: Tensor, denominator: Denominator, aggregate: Aggregate = token_mean
 ) -> Tensor:
-    """Aggregated estimate of KL(current || reference), an FP64 scalar, differentiable in `current` (GRPO,
-    arXiv 2402.03300, eq. 4, has k3).
+    """Aggregated k3 estimate of KL(current || reference), an FP64 scalar, differentiable in `current` (GRPO,
+    arXiv 2402.03300, eq. 4).
 
     `current`, `reference`: log-probs, float [B, T]. Their difference is clamped to +-20 and the estimate to +-10, as in
     NeMo RL (`calculate_kl` of nemo_rl/algorithms/utils.py). A token beyond a bound has no gradient.
-
-    The policy also moves what is sampled, which the derivative of an estimate alone leaves out. In the mean it is 0 for
-    k1, that of KL(current || reference) for k2 and that of KL(reference || current) for k3 (arXiv 2506.09477). The
-    remedy is a factor exp(current - behaviour), clamped to +-20, before the outer clamp.
-
-    `behaviour`: log-probs of the policy that the tokens count as sampled from, float [B, T]. NeMo RL's default is
-    `current` itself, its `use_on_policy_kl_approximation` the rollout policy; GRPO and verl have none.
     """
     d = torch.where(mask, reference.detach().double() - current.double(), 0.0)
-    bounded = d.clamp(-20.0, 20.0)
-    terms = estimate(bounded)
-    if behaviour is not None:
-        log_ratio = torch.where(mask, current.double() - behaviour.detach().double(), 0.0)
-        ratio = clamp_exponent(log_ratio).exp()
-        terms = torch.where(d == bounded, ratio, ratio.detach()) * terms
-    return aggregate(terms.clamp(-10.0, 10.0), mask, denominator)
+    return aggregate(k3(clamp_exponent(d)).clamp(-10.0, 10.0), mask, denominator)

@@ -2,20 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, DistillationConfig, LossConfig
 from fp8core.config.training import CorrectionConfig
-from fp8core.errors import UserError
 from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.batch import RolloutBatch
-from fp8core.rl.correction import CorrectionRule, Filter, Veto, Weighting, correct, off_policy_rows
+from fp8core.rl.correction import correct
 from fp8core.rl.losses import (
     AGGREGATIONS,
-    ESTIMATES,
     Aggregate,
     ClipRange,
     Denominator,
@@ -25,14 +22,12 @@ from fp8core.rl.losses import (
     cispo,
     clipped_surrogate,
     constant_length,
-    geo_mean,
     gspo,
     reference_penalty,
     reinforce,
-    sapo,
     token_mean,
 )
-from fp8core.rl.presets import Preset, preset
+from fp8core.rl.presets import correction_rule
 from fp8core.rl.user_loss import load_loss
 
 PolicyLoss = Callable[[LossInputs, ClipRange, Aggregate], LossOutput]
@@ -43,16 +38,7 @@ _LOSSES: dict[str, PolicyLoss] = {
     "cispo": cispo,
     "reinforce": reinforce,
     "binary_tv": binary_tv,
-    "geo_mean": geo_mean,
 }
-
-
-def build_loss(name: str, loss: LossConfig) -> PolicyLoss:
-    """The policy loss of a name with the hyperparameters of the configuration.
-    Raises UserError: as `user_loss.load_loss`."""
-    if name == "sapo":
-        return partial(sapo, **loss.sapo.model_dump())
-    return _LOSSES[name] if name in SHIPPED_LOSSES else load_loss(name, loss.options)
 
 
 @dataclass(frozen=True)
@@ -102,30 +88,18 @@ class Objective:
     """
 
     def __init__(self, loss: LossConfig, correction: CorrectionConfig) -> None:
-        """Raises UserError: an unknown preset or filter, a loss that is not the preset's, or as `load_loss`."""
-        named = named_correction(correction)
-        self._rule, self._bypass = named.rule, named.mode == "bypass"
-        self._off_policy_delta = correction.off_policy_delta
-        name = loss.policy if named.loss == "clipped" else named.loss
-        if loss.policy not in ("clipped", name):
-            raise UserError(
-                f"loss.policy={loss.policy} beside correction.preset={correction.preset}, whose loss is {name}: set "
-                f"loss.policy to {name}, or take another preset"
-            )
-        traits = SHIPPED_LOSSES.get(name, OWN_LOSS)
-        if loss.dual_clip is not None and not traits.dual_clip:
-            raise UserError(
-                f"loss.dual_clip: with correction.preset={correction.preset} the loss is {name}, which has none"
-            )
-        self._policy = build_loss(name, loss)
+        """Raises UserError: an unknown preset, or as `load_loss`."""
+        self._rule = correction_rule(correction)
+        self._bypass = self._rule.mode == "bypass"
+        shipped = _LOSSES.get(loss.policy)
+        self._policy: PolicyLoss = load_loss(loss.policy, loss.options) if shipped is None else shipped
         # In bypass mode the ratio holds the whole mismatch: weights of clipped losses would count it twice.
-        self._weighted = not self._bypass or traits.weighted_in_bypass
+        self._weighted = not self._bypass or SHIPPED_LOSSES.get(loss.policy, OWN_LOSS).weighted_in_bypass
         self._clip = ClipRange(low=loss.clip_low, high=loss.clip_high, dual=loss.dual_clip)
         self._aggregate = AGGREGATIONS[loss.aggregation]
         if loss.length_normaliser is not None:
             self._aggregate = constant_length(loss.length_normaliser)
         self._reference_weight = loss.reference_kl
-        self._estimate, self._gradient = ESTIMATES[loss.reference_kl_estimate], loss.reference_kl_gradient
         self._entropy_weight, self._distillation = loss.entropy, loss.distillation
 
     def corrected(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
@@ -185,19 +159,14 @@ class Objective:
         assert old is not None, "old log-probs are given, or those of the call"
         # In bypass mode of the current policy, as verl (`compute_policy_loss_bypass_mode`).
         judged = self._apply_correction(current, batch)[0] if self._bypass else batch
-        advantages, weights = _applied_advantages(batch, self._distillation), judged.weights
-        assert weights is not None, "corrected() comes first"
-        if self._off_policy_delta is not None:
-            # Over all that the loss divides by, as in slime.
-            far = off_policy_rows(current, batch.rollout_logprobs, advantages, batch.mask, self._off_policy_delta)
-            weights = torch.where(far, 0.0, weights)
+        assert judged.weights is not None, "corrected() comes first"
         return LossInputs(
             current=current,
             old=old,
-            advantages=advantages,
+            advantages=_applied_advantages(batch, self._distillation),
             mask=batch.mask,
             denominator=denominator,
-            weights=weights,
+            weights=judged.weights,
             kept=judged.kept,
         )
 
@@ -212,16 +181,7 @@ class Objective:
         if batch.reference_logprobs is None:
             assert self._reference_weight == 0, "loss.reference_kl needs the reference step"
             return torch.zeros((), dtype=torch.float64)
-        behaviour = {"estimate": None, "unbiased": current, "importance": batch.rollout_logprobs}[self._gradient]
-        return reference_penalty(
-            current,
-            batch.reference_logprobs,
-            batch.mask,
-            denominator,
-            estimate=self._estimate,
-            aggregate=aggregate,
-            behaviour=behaviour,
-        )
+        return reference_penalty(current, batch.reference_logprobs, batch.mask, denominator, aggregate)
 
 
 def reward_slope(loss: Tensor, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> Tensor:
@@ -243,7 +203,7 @@ def row_advantages(batch: RolloutBatch, loss: LossConfig, correction: Correction
     """FP64 [B]: what the loss multiplies by, a mean over the tokens of a row that were not rejected; 0 without any."""
     assert batch.old_logprobs is not None, "the update was made"
     mask = batch.mask & batch.keep[:, None]
-    kept = correct(named_correction(correction).rule, batch.old_logprobs, batch.rollout_logprobs, mask).mask
+    kept = correct(correction_rule(correction), batch.old_logprobs, batch.rollout_logprobs, mask).mask
     values = _applied_advantages(batch, loss.distillation).double()
     if values.dim() == 1:
         return torch.where(kept.any(dim=1), values, 0.0)
@@ -275,41 +235,12 @@ def _towards_teacher(batch: RolloutBatch) -> Tensor:
     return torch.where(batch.mask, batch.teacher_logprobs.double() - batch.old_logprobs.double(), 0.0)
 
 
-def whole_batch_setting(loss: LossConfig, correction: CorrectionConfig) -> str | None:
+def whole_batch_setting(correction: CorrectionConfig) -> str | None:
     """The setting that needs the old log-probs of a whole batch before its first backward; None where none does.
-    Raises UserError: as `named_correction`."""
-    rule = named_correction(correction).rule
-    rejecting = "filters, a veto or action=mask"
-    settings = {
-        f"loss.reward_kl={loss.reward_kl} is taken off the rewards": loss.reward_kl > 0,
-        "correction.seq_logprob_error_threshold": correction.seq_logprob_error_threshold is not None,
-        f"correction.normalise={rule.normalise}": rule.normalise != "none",
-        f"correction.denominator=kept with {rejecting}": rule.rejects and rule.denominator == "kept",
-        f"correction.baseline=kept with {rejecting}": rule.rejects and correction.baseline == "kept",
-    }
-    return next((setting for setting, needed in settings.items() if needed), None)
-
-
-def named_correction(config: CorrectionConfig) -> Preset:
-    """The rule, mode and loss of a configuration.
-    Raises UserError: an unknown preset or filter, or bounds that a filter does not take."""
-    match config.method:
-        case "none":
-            return Preset(rule=CorrectionRule())
-        case "token_tis":
-            tis = Weighting(level="token", action="truncate", high=config.cap)
-            return Preset(rule=CorrectionRule(weighting=tis))
-        case "preset":
-            assert config.preset is not None, "CorrectionConfig demands a name"
-            return preset(config.preset)
-        case "custom":
-            rule = CorrectionRule(
-                weighting=Weighting(**config.weighting.model_dump()),
-                filters=tuple(Filter(**item.model_dump()) for item in config.filters),
-                veto=None if config.veto is None else Veto(low=config.veto),
-                normalise=config.normalise,
-                normalise_over=config.normalise_over,
-                denominator=config.denominator or ("all" if config.mode == "bypass" else "kept"),
-                order=config.order,
-            )
-            return Preset(rule=rule, mode=config.mode)
+    Raises UserError: as `correction_rule`."""
+    rule = correction_rule(correction)
+    if rule.normalise != "none":
+        return f"correction.normalise={rule.normalise}"
+    if rule.rejects and rule.divides_by == "kept":
+        return "correction.denominator=kept with filters, a veto or action=mask"
+    return None

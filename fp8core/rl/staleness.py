@@ -7,11 +7,10 @@ suffix `_age_A` limits a metric to tokens of an age, `_age_A_B` to ages from A t
 from collections.abc import Iterator
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from fp8core.rl.alignment_metrics import alignment_metrics
-from fp8core.rl.correction import CorrectionRule, correct, log_ratio
+from fp8core.rl.correction import log_ratio
 from fp8core.rl.losses import ClipRange
 
 AGE_STARTS = (0, 1, 2, 3, 4, 8, 16, 32, 64, 128)
@@ -27,28 +26,21 @@ def by_age(ages: Tensor, mask: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def lag_metrics(
-    old: Tensor, rollout: Tensor, ages: Tensor, mask: Tensor, rule: CorrectionRule, clip: ClipRange
+    old: Tensor, rollout: Tensor, ages: Tensor, mask: Tensor, cap: float, clip: ClipRange
 ) -> dict[str, float]:
-    """Weights of old over rollout policy, for all tokens and by age, and what a correction does to tokens of an age.
+    """Weights of old over rollout policy, for all tokens and by age, and the share of each age beyond the clip.
 
-    `old` and `rollout` are log-probs, float [B, T], `ages` int64 and `mask` bool [B, T].
+    `old` and `rollout` are log-probs, float [B, T], `ages` int64 and `mask` bool [B, T]; `cap` as in
+    `alignment_metrics`.
     """
     if not mask.any():
         return {}
-    d = log_ratio(old, rollout, mask)
-    verdict = correct(rule, old, rollout, mask)
-    ratio = d.exp()
-    flagged = {
-        "masked_fraction": ~verdict.mask,
-        "oob_ratio": rule.weighting.out_of_bounds(rule.weighting.raw(d, mask), mask),
-        "share_outside_clip": clip.clip(ratio) != ratio,
-    }
-    found = _lag(old, rollout, mask, rule.cap)
+    ratio = log_ratio(old, rollout, mask).exp()
+    outside = clip.clip(ratio) != ratio
+    found = _lag(old, rollout, mask, cap)
     for suffix, inside in by_age(ages, mask):
-        shares = {name: float(tokens[inside].double().mean()) for name, tokens in flagged.items()}
-        found |= {
-            f"{name}_{suffix}": value for name, value in {**_lag(old, rollout, inside, rule.cap), **shares}.items()
-        }
+        found |= {f"{name}_{suffix}": value for name, value in _lag(old, rollout, inside, cap).items()}
+        found[f"share_outside_clip_{suffix}"] = float(outside[inside].double().mean())
     return found
 
 
@@ -61,4 +53,4 @@ def staleness_metrics(ages: Tensor, mask: Tensor) -> dict[str, float]:
     """Mean and largest age of a token, and the share of the tokens that are of an age."""
     whole = ages[mask].double()
     shares = {f"share_{suffix}": int(inside.sum()) / len(whole) for suffix, inside in by_age(ages, mask)}
-    return {"staleness_mean": float(whole.mean()), "staleness_max": float(torch.max(whole)), **shares}
+    return {"staleness_mean": float(whole.mean()), "staleness_max": float(whole.max()), **shares}

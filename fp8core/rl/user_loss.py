@@ -7,7 +7,6 @@ It makes one term of each token. Masks, importance weights, aggregation and deno
 """
 
 import json
-import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -136,25 +135,11 @@ def loss_source(path: str) -> str:
         return digest_of_code(path)[1]
 
 
-def shared_loss(loss: LossConfig) -> tuple[LossConfig, str | None]:
-    """A loss as processes with another working folder find it, and its `loss_source`; None: it is one of ours.
-    Raises UserError: as `loss_source`."""
-    if loss.policy in SHIPPED_LOSSES:
-        return loss, None
-    file, function = file_of_path(loss.policy), loss.policy.rpartition(":")[2]
-    path = loss.policy if file is None else f"{file}:{function}"
-    return loss.model_copy(update={"policy": path}), loss_source(loss.policy)
-
-
-def refuse_other_loss(path: str, digest: str) -> None:
-    """Raises UserError: this process finds no file of a `shared_loss`, or another one than the run's."""
-    host = socket.gethostname()
-    try:
-        found = loss_source(path)
-    except UserError as error:
-        raise UserError(f"{error} (on {host}, which trains)") from error
-    if found != digest:
-        raise UserError(f"loss.policy={path}: {host}, which trains, has another file than this run; copy it there")
+def shared_loss(loss: LossConfig) -> LossConfig:
+    """A loss as processes with another working folder find it."""
+    if loss.policy in SHIPPED_LOSSES or (file := file_of_path(loss.policy)) is None:
+        return loss
+    return loss.model_copy(update={"policy": f"{file}:{loss.policy.rpartition(':')[2]}"})
 
 
 @contextmanager

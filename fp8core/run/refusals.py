@@ -13,8 +13,8 @@ from fp8core.errors import UserError, refuse
 from fp8core.models.hub import model_shape
 from fp8core.plan.run_plan import check_fit, plan_run
 from fp8core.resources.memory import machine_of
-from fp8core.rl.correction import CorrectionRule
-from fp8core.rl.objective import Objective, named_correction, whole_batch_setting
+from fp8core.rl.objective import Objective, whole_batch_setting
+from fp8core.rl.presets import correction_rule
 from fp8core.rollout.registry import continuation_of, engine_entry
 from fp8core.run.build import members_node, wants_gpus
 from fp8core.store.ledger import CARRIED_KINDS, START, LedgerView
@@ -42,13 +42,11 @@ def pipeline_of(config: RunConfig) -> StepGraph:
     graph = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
     if not any("metrics" in planned.spec.outputs.values() for planned in graph.steps):
         raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
-    asked = {"reference_kl": config.loss.reference_kl, "reward_kl": config.loss.reward_kl}
-    for name, weight in asked.items():
-        if weight and not any("reference" in planned.inputs for planned in graph.steps):
-            raise UserError(
-                f"loss.{name}={weight} needs log-probs of the reference policy: insert the step "
-                "tasks.reference:reference, and rewire train: {reference: reference} (as configs/careful.yaml does)"
-            )
+    if config.loss.reference_kl and not any("reference" in planned.inputs for planned in graph.steps):
+        raise UserError(
+            f"loss.reference_kl={config.loss.reference_kl} needs log-probs of the reference policy: insert the step "
+            "tasks.reference:reference, and rewire train: {reference: reference} (as configs/careful.yaml does)"
+        )
     if config.loss.distillation.weight and not any("teacher" in planned.inputs for planned in graph.steps):
         raise UserError(
             f"loss.distillation.weight={config.loss.distillation.weight} needs log-probs of the teacher: insert the "
@@ -88,7 +86,7 @@ def _refuse_source(config: RunConfig) -> None:
     place = f"logprobs.source={source}"
     if not trainer.scores_updates:
         raise UserError(f"{place}: the {trainer.name} trainer does not give the log-probs of an update; set it to pass")
-    if source == "training" and (setting := whole_batch_setting(config.loss, config.correction)) is not None:
+    if source == "training" and (setting := whole_batch_setting(config.correction)) is not None:
         raise UserError(
             f"{place}: {setting}: that needs the log-probs of the whole batch before its first backward; set it to pass"
         )
@@ -146,16 +144,12 @@ def _refuse_unverified(config: RunConfig, reason: str) -> None:
         )
 
 
-def _weighs_or_rejects(rule: CorrectionRule) -> bool:
-    return rule.weighting.level != "none" or rule.rejects
-
-
 def uncorrected_lag(config: RunConfig) -> str | None:
     """A warning where tokens of older policies count as if the newest had written them; None where there is none."""
-    pipeline, named = config.pipeline, named_correction(config.correction)
-    # Its loss has no ratio, and so no clip.
-    plain = "reinforce" in (config.loss.policy, named.loss)
-    weighed = _weighs_or_rejects(named.rule) or (ratio_holds_age(config) and not plain)
+    pipeline, rule = config.pipeline, correction_rule(config.correction)
+    # A loss without a ratio has no clip.
+    clipped = ratio_holds_age(config) and config.loss.policy != "reinforce"
+    weighed = rule.weighting.level != "none" or rule.rejects or clipped
     if pipeline.mode == "synchronous" or pipeline.max_staleness == 0 or weighed:
         return None
     return (

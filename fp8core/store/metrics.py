@@ -18,7 +18,6 @@ REWARD = "reward/mean"
 HELDOUT = "reward/heldout_accuracy"
 LENGTH = "rollout/length_mean"
 SIGNAL = "reward/groups_with_signal"
-SPREAD = "reward/score_std"
 # Followed by an outcome.
 OUTCOME = "reward/outcome_"
 CUT_OFF = "rollout/cut_off_share"

@@ -1,7 +1,7 @@
 """What the steps compute from their tables, without a run around them."""
 
 import math
-from statistics import pstdev, stdev
+from statistics import pstdev
 
 import pyarrow as pa
 import pytest
@@ -50,32 +50,28 @@ def kept(table):
     return [row["keep"] for row in table.to_pylist()]
 
 
-@pytest.mark.parametrize("baseline", ["all", "kept"])
-def test_rows_that_left_the_loss_leave_the_baseline_and_make_no_signal(baseline):
+def test_rows_that_left_the_loss_leave_the_baseline_and_make_no_signal():
     """Group 0 differs from a row alone that is not kept, group 1 has none that is, group 2 differs without one."""
     table = rewards_table(
         *((0, 1.0, True), (0, 1.0, True), (0, 0.0, False), (1, 1.0, False), (1, 0.0, False), (1, 0.0, False)),
         *((2, 1.0, True), (2, 0.0, True), (2, 0.0, False)),
     )
-    config = load_config("tiny", {"correction.baseline": baseline, "loss.advantage": "dr_grpo"})
+    config = load_config("tiny", {"loss.advantage": "dr_grpo"})
     rollouts = rollouts_table(*(([5, 6], [-1.0] * 2, [True] * 2, "stop") for _ in range(9)))
     logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in range(9)))
-    batch, _ = rollout_batch(rollouts, table, logprobs, None, config)
+    batch = rollout_batch(rollouts, table, logprobs, None, config)
     assert batch.advantages.tolist() == [0.0] * 6 + [0.5, -0.5, 0.0]
     assert reward_metrics(table, config)["reward/groups_with_signal"] == 1 / 3
-    for compared in (None, torch.ones(9, dtype=torch.bool), counted_rows(table, config)):
-        assert kept(keep_informative(table, 1, None, compared)) == [False] * 6 + [True, True, False]
+    for compared in (torch.ones(9, dtype=torch.bool), counted_rows(table, config)):
+        assert kept(keep_informative(table, 1, compared)) == [False] * 6 + [True, True, False]
 
 
 @pytest.mark.parametrize("failed", ["leave_out", "count"])
-@pytest.mark.parametrize("baseline", ["all", "kept"])
-def test_an_episode_whose_environment_failed_moves_no_baseline(baseline, failed):
+def test_an_episode_whose_environment_failed_moves_no_baseline(failed):
     """Group 0 differs by a crash alone. In group 1 a crash would be the best of all: it had a penalty less."""
     rows = [("wrong", 0, -1.75), ("wrong", 0, -1.75), ("crashed", 0, -0.25)]
     rows += [("wrong", 1, -1.75), ("right", 1, -0.75), ("timeout", 1, -0.25)]
-    config = load_config(
-        "tiny", {"environment": {"name": "calculator", "failed": failed}, "correction.baseline": baseline}
-    )
+    config = load_config("tiny", {"environment": {"name": "calculator", "failed": failed}})
     table = pa.Table.from_pylist(
         [
             {**{"group": group, "sample": i, "reward": reward, "outcome": outcome, "detail": ""}}
@@ -86,15 +82,14 @@ def test_an_episode_whose_environment_failed_moves_no_baseline(baseline, failed)
     )
     rollouts = rollouts_table(*(([5, 6], [-1.0] * 2, [True] * 2, "stop") for _ in rows))
     logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in rows))
-    batch, _ = rollout_batch(rollouts, table, logprobs, None, config)
+    batch = rollout_batch(rollouts, table, logprobs, None, config)
     signs = (batch.advantages.sign() * batch.keep).tolist()
     assert signs == ([0, 0, 0, -1, 1, 0] if failed == "leave_out" else [-1, -1, 1, -1, 1, 1])
     metrics, counted = reward_metrics(table, config), [1, 1, 0, 1, 1, 0] if failed == "leave_out" else [1] * 6
     assert metrics["reward/groups_with_signal"] == (0.5 if failed == "leave_out" else 1)
     spread = pstdev(reward for (_, _, reward), one in zip(rows, counted, strict=True) if one)
     assert metrics["reward/std"] == pytest.approx(spread)
-    compared = None if baseline == "kept" else counted_rows(table, config)
-    assert kept(keep_informative(table, None, compared=compared)) == [sign != 0 for sign in signs]
+    assert kept(keep_informative(table, None, counted_rows(table, config))) == [sign != 0 for sign in signs]
 
 
 def test_a_shortfall_is_fewer_groups_than_are_wanted(run_copy):
@@ -146,32 +141,9 @@ def test_tokens_of_tools_stay_out_of_every_metric(with_tool_output, without_tool
 def test_tokens_of_tools_stay_out_of_the_loss(with_tool_output):
     rollouts, logprobs = with_tool_output
     rewards = rewards_table((0, 1.0, True), (0, 0.0, True))
-    batch, _ = rollout_batch(rollouts, rewards, logprobs, None, load_config("tiny"))
+    batch = rollout_batch(rollouts, rewards, logprobs, None, load_config("tiny"))
     assert batch.mask.tolist() == [[True, False, False, True], [True, True, False, False]]
     assert batch.sequences.completion.sum() == 6, "they stay in the context"
-
-
-def test_the_divergence_is_taken_off_the_rewards_before_advantages():
-    """Rewards 1 and 0, less 0.5 times the sum of old - reference over what was written."""
-    rollouts = rollouts_table(
-        ([5, 6], [-1.0, -1.0], [True, True], "stop"), ([5, 6], [-1.0, -1.0], [True, False], "stop")
-    )
-    logprobs = logprobs_table(([-1.0, -2.0], [0.1, 0.1]), ([-1.0, -2.0], [0.1, 0.1]))
-    reference = logprobs_table(([-1.5, -2.25], [0.1, 0.1]), ([-0.5, -9.0], [0.1, 0.1]))
-    rewards = rewards_table((0, 1.0, True), (0, 0.0, True))
-    settings = {"loss.reward_kl": 0.5, "loss.advantage": "dr_grpo"}
-    batch, _ = rollout_batch(rollouts, rewards, logprobs, reference, load_config("tiny", settings))
-    totals = [1.0 - 0.5 * (0.5 + 0.25), 0.0 - 0.5 * -0.5]
-    assert batch.advantages.tolist() == pytest.approx([(totals[0] - totals[1]) / 2, (totals[1] - totals[0]) / 2])
-    by_token = settings | {"loss.advantage": "reinforce_plus_plus"}
-    batch, _ = rollout_batch(rollouts, rewards, logprobs, reference, load_config("tiny", by_token))
-    assert batch.advantages.shape == (2, 2)
-    returns = [1.0 - 0.5 * 0.75, 1.0 - 0.5 * 0.25, 0.25]
-    ranked = batch.advantages[batch.mask]
-    assert ranked.sum() == pytest.approx(0.0, abs=1e-6)
-    assert ranked[1] - ranked[0] == pytest.approx((returns[1] - returns[0]) / stdev(returns), rel=1e-3)
-    with pytest.raises(AssertionError, match="needs the reference step"):
-        rollout_batch(rollouts, rewards, logprobs, None, load_config("tiny", settings))
 
 
 def test_the_reference_is_the_first_policy_at_the_temperature_of_the_rollout(loop_run):

@@ -89,7 +89,7 @@ def test_a_unit_alone_is_a_decoder_with_that_format_in_that_place(case):
     (found,) = (unit for unit in result.units if unit.unit == "layer 1 down")
     assert found.alone.mean == expected["logprob_abs_diff"] > 0
     assert found.alone.mult_prob_error == expected["token_mult_prob_error"] > 1
-    assert found.alone.largest == expected["abs_diff_max"] > found.alone.mean
+    assert found.alone.largest == expected["logprob_abs_diff_max"] > found.alone.mean
     assert found.share == found.alone.mean / result.total.mean
     assert found.removed == 1 - found.without.mean / result.total.mean
 

@@ -89,15 +89,6 @@ def test_the_line_says_on_which_side_of_a_bound_a_run_fails() -> None:
     assert "effective_sample_size < 0.5" in found.summary
 
 
-def test_an_estimator_whose_advantages_may_have_another_sign_than_the_centred_reward_has_no_bound_on_it() -> None:
-    assert "reward_slope" in of(**{"loss.advantage": "rloo"}).limits
-    assert "reward_slope" not in of(**{"loss.advantage": "reinforce_plus_plus"}).limits
-    by_episode, by_turn = (
-        stop_bounds(load_config("tiny-tools", {"environment.advantage": over})) for over in ("episode", "turn")
-    )
-    assert by_episode.limits.keys() - by_turn.limits.keys() == {"reward_slope"}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [

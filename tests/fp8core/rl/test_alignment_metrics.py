@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.rl.alignment_metrics import alignment_metrics, jensen_shannon, k1, k2, k3
+from fp8core.rl.alignment_metrics import alignment_metrics, k1, k2, k3
 
 GOLDEN_D = [0.1, -1.5, 0.8, -10.0, 0.3]
 PAGE = Path(__file__).parents[3] / "docs/reference/numerics.md"
@@ -27,13 +27,26 @@ def slow_metrics(training, rollout, mask, cap=2.0):
     """Independent: Python floats, one loop over rows and tokens, formulas as in the references."""
     rows = []
     for t_row, g_row, m_row in zip(training.tolist(), rollout.tolist(), mask.tolist(), strict=True):
-        row = [(p, g) for p, g, m in zip(t_row, g_row, m_row, strict=True) if m]
+        row = [p - g for p, g, m in zip(t_row, g_row, m_row, strict=True) if m]
         if row:
             rows.append(row)
-    tokens = [pair for row in rows for pair in row]
-    d = [p - g for p, g in tokens]
-    by_token = {**slow_divergences(tokens, d), **slow_ratios(d, cap), **slow_differences(d)}
-    return {"tokens": len(d), "sequences": len(rows), **by_token, **slow_sequences(rows), **slow_positions(rows)}
+    d = [x for row in rows for x in row]
+    w = [math.exp(x) for x in d]
+    v = [min(x, cap) for x in w]
+    return {
+        "tokens": len(d),
+        "tokens_differing": sum(x != 0 for x in d),
+        "token_mult_prob_error": mean(math.exp(abs(x)) for x in d),
+        "kl": mean(-x for x in d),
+        "k3_kl": mean(math.exp(x) - x - 1 for x in d),
+        "sampling_importance_ratio": mean(w),
+        "ess": 1 / mean((x / mean(v)) ** 2 for x in v),
+        "logprob_abs_diff": mean(map(abs, d)),
+        "logprob_abs_diff_max": max(map(abs, d)),
+        "abs_diff_p99": sorted(map(abs, d))[math.ceil(0.99 * len(d)) - 1],
+        "max_seq_mult_prob_error": max(mean(math.exp(abs(x)) for x in row) for row in rows),
+        **slow_positions(rows),
+    }
 
 
 def mean(values):
@@ -41,92 +54,11 @@ def mean(values):
     return math.fsum(values) / len(values)
 
 
-def slow_divergences(tokens, d):
-    def half_js_k3(p, g):
-        middle = math.log((math.exp(p) + math.exp(g)) / 2)
-        return sum(0.5 * (math.exp(x - middle) - (x - middle) - 1) for x in (p, g))
-
-    def js(p, g):
-        middle = math.log((math.exp(p) + math.exp(g)) / 2)
-        return 0.5 * (math.exp(p - g) * (p - middle) + (g - middle))
-
-    return {
-        "approx_entropy": mean(-math.exp(p - g) * p for p, g in tokens),
-        "token_mult_prob_error": mean(math.exp(abs(x)) for x in d),
-        "kl": mean(-x for x in d),
-        "k2_kl": mean(x * x / 2 for x in d),
-        "k3_kl": mean(math.exp(x) - x - 1 for x in d),
-        "gen_kl_error": mean(math.exp(x) - x - 1 for x in d),
-        "policy_kl_error": mean(math.exp(-x) + x - 1 for x in d),
-        "reverse_kl": mean(math.exp(x) * x for x in d),
-        "reverse_k2_kl": mean(math.exp(x) * x * x / 2 for x in d),
-        "reverse_k3_kl": mean(math.exp(x) * (math.exp(-x) + x - 1) for x in d),
-        "js_divergence": mean(js(p, g) for p, g in tokens),
-        "js_divergence_error": mean(half_js_k3(p, g) for p, g in tokens),
-    }
-
-
-def slow_ratios(d, cap):
-    w = [math.exp(x) for x in d]
-    v = [min(x, cap) for x in w]
-    return {
-        "chi2_token": mean(x * x for x in w) - 1,
-        "sampling_importance_ratio": mean(w),
-        "ess": 1 / mean((x / mean(v)) ** 2 for x in v),
-        "rollout_is_mean": mean(v),
-        "rollout_is_std": math.sqrt(mean((x - mean(v)) ** 2 for x in v)),
-        "rollout_is_min": min(v),
-        "rollout_is_max": max(v),
-        "fraction_high": mean(x > cap for x in w),
-        "fraction_low": mean(x < 1 / cap for x in w),
-        "share_outside_0.9_1.1": mean(not 0.9 <= x <= 1.1 for x in w),
-    }
-
-
-def slow_differences(d):
-    def quantile(q):
-        return sorted(map(abs, d))[math.ceil(q * len(d)) - 1]
-
-    return {
-        "tokens_differing": sum(x != 0 for x in d),
-        "logprob_abs_diff": mean(map(abs, d)),
-        "logprob_abs_diff_max": max(map(abs, d)),
-        "abs_diff_p50": quantile(0.5),
-        "abs_diff_p95": quantile(0.95),
-        "abs_diff_p99": quantile(0.99),
-        "abs_diff_p99.9": quantile(0.999),
-        "abs_diff_max": quantile(1.0),
-    }
-
-
-def slow_sequences(rows):
-    row_d = [[p - g for p, g in row] for row in rows]
-    row_diff = [-mean(x) for x in row_d]
-    row_error = [mean(math.exp(abs(y)) for y in x) for x in row_d]
-    return {
-        "chi2_seq": mean(math.exp(2 * max(-20, min(20, math.fsum(x)))) for x in row_d) - 1,
-        "sampling_importance_ratio_seq": mean(math.exp(max(-20, min(20, math.fsum(x)))) for x in row_d),
-        "seq_max_deviation": max(abs(mean(map(math.exp, x)) - 1) for x in row_d),
-        "training_log_ppl": mean(-mean(p for p, _ in row) for row in rows),
-        "rollout_log_ppl": mean(-mean(g for _, g in row) for row in rows),
-        "training_ppl": mean(math.exp(-mean(p for p, _ in row)) for row in rows),
-        "rollout_ppl": mean(math.exp(-mean(g for _, g in row)) for row in rows),
-        "log_ppl_diff": mean(row_diff),
-        "log_ppl_abs_diff": mean(map(abs, row_diff)),
-        "log_ppl_diff_max": max(row_diff),
-        "log_ppl_diff_min": min(row_diff),
-        "ppl_ratio": mean(map(math.exp, row_diff)),
-        "max_seq_mult_prob_error": max(row_error),
-        "mean_seq_mult_prob_error": mean(row_error),
-        "min_seq_mult_prob_error": min(row_error),
-    }
-
-
 def slow_positions(rows):
     ranges = (("0_15", 0, 16), ("16_63", 16, 64), ("64_255", 64, 256), ("256_1023", 256, 1024), ("1024_up", 1024, None))
     found = {}
     for name, start, stop in ranges:
-        bucket = [p - g for row in rows for p, g in row[start:stop]]
+        bucket = [x for row in rows for x in row[start:stop]]
         if bucket:
             found[f"token_mult_prob_error_pos_{name}"] = mean(math.exp(abs(x)) for x in bucket)
     return found
@@ -146,11 +78,7 @@ def test_golden_vector():
     result = alignment_metrics(training, rollout, torch.ones(1, 5, dtype=torch.bool))
     assert result["kl"] == pytest.approx(2.06)
     assert result["k3_kl"] == pytest.approx(2.04075, abs=5e-6)
-    assert result["ppl_ratio"] == pytest.approx(1 / 0.1275, rel=1e-3)
-    assert result["sampling_importance_ratio_seq"] == pytest.approx(3.36e-5, rel=2e-3)
-    assert result["rollout_is_max"] == 2.0
-    assert (result["fraction_high"], result["fraction_low"]) == (0.2, 0.4)
-    assert result["abs_diff_p50"] == pytest.approx(0.8)
+    assert result["logprob_abs_diff_max"] == pytest.approx(10.0)
 
 
 def ideals():
@@ -173,7 +101,6 @@ def test_exact_agreement_gives_the_exact_ideal_of_every_metric_of_the_page():
     assert {name: value for name, value in result.items() if expected.get(name) is not None} == {
         name: ideal for name, ideal in expected.items() if ideal is not None
     }
-    assert result["training_ppl"] == result["rollout_ppl"]
 
 
 @settings(max_examples=25)
@@ -230,10 +157,6 @@ def test_golden_k2_and_k3():
     assert k2(d).tolist() == pytest.approx([0.005, 1.125, 0.32, 50.0, 0.045], abs=1e-12)
     assert k3(d).tolist() == pytest.approx([0.00517, 0.72313, 0.42554, 9.00005, 0.04986], abs=6e-6)
     assert k1(d).tolist() == (-d).tolist()
-
-
-def test_rounding_never_makes_jensen_shannon_negative():
-    assert (jensen_shannon(torch.linspace(-2e-12, 2e-12, 100_001, dtype=torch.float64)) >= 0).all()
 
 
 def test_k3_keeps_the_digits_of_small_differences():

@@ -8,7 +8,7 @@ import torch
 
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.training import CorrectionConfig, TrainingConfig
+from fp8core.config.training import CorrectionConfig, FilterConfig, TrainingConfig
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
@@ -25,10 +25,11 @@ CASES = {
     "packed": {"tokens_per_pass": 128},
     "recomputed": {"tokens_per_pass": 128, "activation_checkpointing": True},
 }
+TOKENS = FilterConfig(name="token_k1", low=0.5, high=2.0)
 OBJECTIVES = {
     "token_tis": (LossConfig(entropy=0.1), CorrectionConfig()),
-    "rejecting": (LossConfig(), CorrectionConfig(method="preset", preset="skyrl/token_mask")),
-    "bypass": (LossConfig(), CorrectionConfig(method="preset", preset="verl/bypass_pg_is")),
+    "rejecting": (LossConfig(), CorrectionConfig(method="custom", filters=[TOKENS], denominator="all")),
+    "bypass": (LossConfig(policy="reinforce"), CorrectionConfig(method="custom", mode="bypass")),
 }
 
 
