@@ -4,28 +4,45 @@ The backward of both is `attention_backward`'s, from the output and the log-sum-
 """
 
 from functools import cache, lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from fp8core.kernels.attention_backward import attention_gradients
 from fp8core.kernels.sequence_attention import Batch, SequenceAttention, Span, batches
-from fp8core.numerics.attention import Bf16Attention
+from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed import PAGE, Attended, DevicePack, PackedSequences
+from fp8core.numerics.packed import PAGE, Attended, DevicePack, PackedAttention, PackedSequences
 from fp8core.numerics.recipe import AttentionProducts
 
 
-def bf16_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, exact: Bf16Attention) -> Attended:
+def packed_attention(
+    qkv: Tensor, layout: HeadLayout, pack: DevicePack, form: PackedAttention, scales: LayerScales | None
+) -> Attended:
+    if form.exact.name in QUERY_TYPES:
+        assert scales is not None, "FP8 attention without scales: calibrate first"
+        return fp8_attention(qkv, layout, pack, scales, cast(AttentionProducts, form.exact.name), form.longest)
     out, logsumexp = _flash_attention(heads_of(qkv, layout), pack)
     out = out.flatten(1)
     return Attended(out, (out, logsumexp))
 
 
-def bf16_attention_backward(
-    grad: Tensor, qkv: Tensor, saved: tuple[Tensor, ...], layout: HeadLayout, pack: DevicePack, exact: Bf16Attention
+def packed_attention_backward(
+    grad: Tensor,
+    qkv: Tensor,
+    saved: tuple[Tensor, ...],
+    layout: HeadLayout,
+    pack: DevicePack,
+    form: PackedAttention,
+    scales: LayerScales | None,
 ) -> Tensor:
+    if form.exact.name in QUERY_TYPES:
+        assert scales is not None
+        products = cast(AttentionProducts, form.exact.name)
+        grads = attention_gradients(grad, head_values(qkv, layout, scales, products), saved, pack)
+        return head_gradients(grads, qkv, layout, scales, products)
     return torch.cat(attention_gradients(grad, heads_of(qkv, layout), saved, pack), dim=1).flatten(1)
 
 
@@ -45,19 +62,6 @@ def fp8_attention(
     attention(query, keys, values, pack.pages, work, of_all, out, logsumexp)
     attended = out.flatten(1)
     return Attended(attended, (attended, logsumexp))
-
-
-def fp8_attention_backward(
-    grad: Tensor,
-    qkv: Tensor,
-    saved: tuple[Tensor, ...],
-    layout: HeadLayout,
-    pack: DevicePack,
-    scales: LayerScales,
-    products: AttentionProducts,
-) -> Tensor:
-    grads = attention_gradients(grad, head_values(qkv, layout, scales, products), saved, pack)
-    return head_gradients(grads, qkv, layout, scales, products)
 
 
 def _flash_attention(heads: Heads, pack: DevicePack) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ from fp8core.numerics.linear import (
     StoredWeight,
     load_weight,
 )
-from fp8core.numerics.logprobs import Bf16Head, Fp32Head, HeadFormat, HeadWeight, load_head
+from fp8core.numerics.logprobs import BF16_HEAD, FP32_HEAD, HeadFormat, HeadWeight, load_head
 from fp8core.numerics.recipe import FP32_ACTIVATIONS, Grouping, Recipe
 
 SCALE_SUFFIX = "_scale_inv"
@@ -344,10 +344,9 @@ def _formats(contract: PrecisionContract, side: SidePrecision, backward: LinearN
     bf16 = Bf16Attention(points.weights)
     forms: dict[str, AttentionFormat] = {**FP8_CACHE_FORMS, "bf16": bf16, "fp32": ExactFp32Attention()}
     attention = forms[contract.attention_of(side)]
-    head: dict[str, HeadFormat] = {"fp32": Fp32Head(), "bf16": Bf16Head()}
     return Formats(
         layers=tuple(_layer(inner if recipe.in_fp8(i, num_layers) else outer, attention) for i in range(num_layers)),
-        head=head[side.head],
+        head=FP32_HEAD if side.head == "fp32" else BF16_HEAD,
         rounding=keep_fp32 if side.linear == "fp32" else round_to_bf16,
         points=points,
         recipe=recipe,

@@ -1,7 +1,5 @@
-"""AdamW's update of one tensor (arXiv 1711.05101, algorithm 2), with moments in FP32 or BF16.
-
-BF16 moments (DeepSeek-V3, arXiv 2412.19437, section 3.3.2) are computed in FP32 and rounded to nearest when stored.
-"""
+"""AdamW's update of one tensor (arXiv 1711.05101, algorithm 2). Moments in BF16 (DeepSeek-V3, arXiv 2412.19437, section
+3.3.2) are computed in FP32 and rounded to nearest when stored."""
 
 import math
 from typing import NamedTuple
@@ -13,17 +11,11 @@ from fp8core.numerics.dispatch import with_kernel
 
 EPS = 1e-8
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
-"""Of the first and the second, as torch names them."""
 
 
 class AdamWStep(NamedTuple):
-    """The numbers of one update.
-
-    Attributes:
-        kept: what weight decay leaves of the master.
-        rate: learning rate over the first moment's bias.
-        root: square root of the second moment's bias.
-    """
+    """`kept`: what weight decay leaves of the master. `rate`: the learning rate over the first moment's bias. `root`:
+    the square root of the second moment's bias."""
 
     gradient_factor: float
     beta1: float
@@ -35,14 +27,9 @@ class AdamWStep(NamedTuple):
 
     @classmethod
     def at(
-        cls,
-        number: int,
-        learning_rate: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-        gradient_factor: float,
+        cls, number: int, learning_rate: float, betas: tuple[float, float], weight_decay: float, gradient_factor: float
     ) -> "AdamWStep":
-        """Of update `number`, from 1; weight decay is decoupled and scaled by the learning rate."""
+        """Of update `number`, from 1; weight decay is decoupled."""
         beta1, beta2 = betas
         rate, root = learning_rate / (1 - beta1**number), math.sqrt(1 - beta2**number)
         return cls(gradient_factor, beta1, beta2, 1 - learning_rate * weight_decay, rate, root, EPS)

@@ -1,17 +1,15 @@
 """Attention over a KV cache, in the formats of the contract.
 
-FP8 follows FlashAttention 3 on Hopper. Q, K and V are quantised per tensor with static scales. P is scaled by 256 and
-quantised to E4M3, and its row sum is taken before that rounding. Both products are exact in FP64 (see `numerics.gemm`)
-and the row sum is a sum of fixed-point numbers. So a token's output is the same whether it is decoded alone or scored
-in a full pass, and whatever padding surrounds it.
+FP8 follows FlashAttention 3 on Hopper. Q, K and V have static scales. P is scaled by 256 and quantised to E4M3; its row
+sum is taken before that rounding, and is one of fixed-point numbers. Products are exact in FP64. So a token's output is
+the same whether it is decoded alone or scored in a full pass, and whatever padding surrounds it.
 
-`fp16_over_fp8_cache` has the same cache and rounds Q and P to FP16, Q without a scale; the row sum is that of the
-rounded P. Q keeps so many bits below the largest of its row that its product with codes is exact. P is a multiple of
-2^-24, so P V is exact for 2,340 keys of the largest weight and code (2^53 / 2^24 / (448 * 2^9)).
+`fp16_over_fp8_cache` rounds Q and P to FP16; the row sum is that of the rounded P. Q keeps so many bits below the
+largest of its row that its product with codes is exact. P is a multiple of 2^-24, so P V is exact for 2,340 keys of the
+largest weight and code (2^53 / 2^24 / (448 * 2^9)).
 
-Shapes but for the decode kernel's: q and output [B, H, Tq, d]; k, v [B, H_kv, Tk, d]; mask bool [B, 1, Tq, Tk].
-The mask is true where a query may look, at one key at least, and masked values are finite. The output is FP32.
-"""
+Shapes: q and output [B, H, Tq, d]; k, v [B, H_kv, Tk, d]; mask bool [B, 1, Tq, Tk]. The mask is true where a query may
+look, at one key at least. Masked values are finite; the output is FP32."""
 
 import math
 from typing import Any, NamedTuple, Protocol
@@ -32,15 +30,14 @@ from fp8core.numerics.gemm import ordered_gemm, sliced_gemm
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import AttentionProducts
 
+# Of the decode kernel; the group is query heads per KV head.
 HEAD_DIMS = (64, 128)
-"""Of the decode kernel."""
 LARGEST_GROUP = 8
-"""Query heads per KV head of the decode kernel."""
 QUERY_TYPES: dict[AttentionProducts, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "fp16_over_fp8_cache": torch.bfloat16,
 }
-"""The types of queries that the kernels take: codes, or values that are rounded to FP16 as they are read."""
+"""The types of queries that the kernels take."""
 
 
 def decode_kernel_takes(head_dim: int, group: int) -> bool:
@@ -54,8 +51,6 @@ _PRODUCT_BITS = 35
 
 
 class AttentionFormat(Protocol):
-    """The format of stored K and V, and attention to them."""
-
     name: str
 
     def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]: ...
@@ -64,8 +59,6 @@ class AttentionFormat(Protocol):
 
 
 class Fp8Attention:
-    """E4M3 cache and E4M3 products with calibrated per-tensor scales."""
-
     name = "fp8"
 
     def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]:
@@ -81,8 +74,6 @@ class Fp8Attention:
 
 
 class Fp16OverFp8Attention(Fp8Attention):
-    """E4M3 cache; products of FP16 Q and P with its codes."""
-
     name = "fp16_over_fp8_cache"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
@@ -97,7 +88,6 @@ FP8_CACHE_FORMS: dict[str, AttentionFormat] = {
     "fp8": Fp8Attention(),
     "fp16_over_fp8_cache": Fp16OverFp8Attention(),
 }
-"""Formats over an FP8 cache, which need scales, by their products."""
 
 
 class _Unquantised:
@@ -106,7 +96,7 @@ class _Unquantised:
 
 
 class Bf16Attention(_Unquantised):
-    """BF16 cache, FP64 accumulation; P is rounded to BF16, as FlashAttention does, or as said."""
+    """FP64 accumulation; P is rounded to BF16, as FlashAttention does, or as said."""
 
     name = "bf16"
 
@@ -139,7 +129,7 @@ class _ExactFp32(torch.autograd.Function):
 
 
 class ExactFp32Attention(_Unquantised):
-    """Nothing is rounded below FP32, and no order of summation shows; the backward is that of `Fp32Attention`."""
+    """No order of summation shows; the backward is that of `Fp32Attention`."""
 
     name = "fp32"
 
@@ -149,7 +139,7 @@ class ExactFp32Attention(_Unquantised):
 
 
 class Fp32Attention(_Unquantised):
-    """The reference mode: nothing is rounded below FP32; sums run in FP64, in an order that depends on the batch."""
+    """The reference mode: sums run in FP64, in an order that depends on the batch."""
 
     name = "fp32"
 
@@ -159,7 +149,6 @@ class Fp32Attention(_Unquantised):
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Scaled scores, FP64 [B, H, Tq, Tk], minus infinity where masked."""
     batch, heads, queries, dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, dim)
     products = (grouped @ k.transpose(-1, -2)).view(batch, heads, queries, k.shape[2])
@@ -167,7 +156,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def _weights(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(score - row maximum), and its row sum of fixed-point terms, which is exact."""
+    """exp(score - row maximum), and its exact row sum."""
     p = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
     return p, to_fixed_point(p, _SUM_BITS).sum(-1, keepdim=True)
 
@@ -178,13 +167,10 @@ def _per_query_head(p: Tensor, v: Tensor) -> Tensor:
 
 
 class Queries(NamedTuple):
-    """The tokens that attend, and what they attend to; all int32.
+    """Tokens that attend, one of each sequence, and what they attend to; int32.
 
-    Attributes:
-        block_table: [queries, blocks of the longest].
-        starts: [queries + 1], the first token of each; one without exactly one token is left out.
-        lengths: [queries], the keys each sees, its own counted; 0 gives zeros.
-    """
+    block_table: [queries, blocks of the longest]. starts: [queries + 1], the first token of each; one without exactly
+    one token is left out. lengths: [queries], the keys each sees, its own counted; 0 gives zeros."""
 
     block_table: Tensor
     starts: Tensor
@@ -198,12 +184,10 @@ def decode_attention_reference(
     queries: Queries,
     scales: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """The result of the engines' decode kernel (`kernels.decode_attention`) before it is rounded to BF16: single tokens
-    over a paged FP8 cache, FP64 [tokens, heads, head_dim].
+    """The result of `kernels.decode_attention` before it is rounded to BF16: FP64 [tokens, heads, head_dim].
 
     The maximum that P is relative to is rounded up to a power of two, so that moving on to a higher one is exact. The
-    row sum is that of the rounded P, so that a weight that dominates stays exact.
-    """
+    row sum is that of the rounded P."""
     q_scale, k_scale, v_scale = (float(scale) for scale in scales)
     in_fp16 = query.dtype == QUERY_TYPES["fp16_over_fp8_cache"]
     # In powers of two.

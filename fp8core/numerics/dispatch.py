@@ -1,8 +1,7 @@
 """The one place that decides where a kernel stands in for the torch reference.
 
-A reference is decorated with the name of a module of `fp8core.kernels`, which has a function of the same name and
-arguments. Both give the same bytes unless the reference's module documents a difference.
-"""
+A module of `fp8core.kernels` has a function of the reference's name and arguments. Both give the same bytes unless the
+reference's module documents a difference."""
 
 from collections.abc import Callable
 from functools import cache, wraps
@@ -22,15 +21,12 @@ Result = TypeVar("Result")
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """True for a tensor on an NVIDIA GPU from Hopper on, where Triton is installed."""
     return tensor.is_cuda and _HAS_TRITON and torch.cuda.get_device_capability(tensor.device) >= _SINGLE_ROUNDING
 
 
 def with_kernel(module: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Make a reference an operation: `fp8core.kernels.<module>` computes it where kernels take its first argument.
-
-    The first argument is a tensor or a sequence of tensors; a sequence needs at least one, and all where kernels run.
-    """
+    """`fp8core.kernels.<module>` computes the reference where kernels take its first argument, a tensor or a
+    sequence."""
 
     def decorate(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @wraps(reference)

@@ -3,15 +3,9 @@
 E4M3 (FN variant): 1 sign, 4 exponent and 3 mantissa bits, bias 7; largest finite value 448, smallest normal 2^-6,
 smallest subnormal 2^-9, no infinity. Rounding is to nearest, ties to even.
 
-A quantised tensor is a pair: values on the E4M3 grid (in FP32, which holds them all) and scales that multiply them
-back: `x ~ grid * scale`. A `recipe.Grouping` has the shape of what shares a scale, and the rule for it. The scale is
-amax / 448, or the power of two above it: the one rule whose bytes torch, vLLM and Transformer Engine share. The last
-group or tile may be partial. An all-zero group has grid 0 and the floor's scale.
-
-`row_codes`, `row_and_column_codes` and `tile_codes` are the operations: bytes on any device. NaN and infinity are
-refused (`GroupNotFinite`). A kernel sets a flag for them, and reading it waits for the device. To avoid that, a caller
-brings a `FiniteFlag`, quantises many tensors and calls `FiniteFlag.check` at the end.
-"""
+A quantised tensor is a pair: values on the E4M3 grid (in FP32) and scales: `x ~ grid * scale`. The last group or tile
+may be partial. An all-zero group has grid 0 and the floor's scale. NaN and infinity are refused (`GroupNotFinite`). A
+kernel sets a flag for them, and reading it waits for the device: a caller with a `FiniteFlag` checks it at the end."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,9 +38,7 @@ def round_to_e4m3(x: Tensor) -> Tensor:
     """Round FP32 values to the E4M3 grid; magnitudes above 448 saturate to 448, NaN stays NaN.
 
     Adding and subtracting 1.5 * 2^(e + 20) makes the FP32 adder round at bit 2^(e - 3), E4M3's last mantissa bit for
-    exponent e (2^-9 for subnormals). The bytes are those of the cast, signed zeros included, without torch's scalar
-    FP8 conversion.
-    """
+    exponent e (2^-9 for subnormals). The bytes are those of torch's cast, which is scalar on a CPU."""
     clamped = x.clamp(-E4M3_MAX, E4M3_MAX)
     exponent = (clamped.view(torch.int32) & _EXPONENT_BITS).clamp_(min=_SMALLEST_NORMAL_EXPONENT)
     magic = exponent.add_((20 << 23) + _HALF_OF_MANTISSA).view(torch.float32)
@@ -55,8 +47,8 @@ def round_to_e4m3(x: Tensor) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, rule: ScaleRule, floor: float = AMAX_FLOOR) -> Tensor:
-    """FP32 scales for groups of these largest magnitudes; a smaller one counts as `floor`, at least `GRADIENT_FLOOR`.
-    Raises GroupNotFinite: an amax is NaN or infinite."""
+    """FP32 scales for groups of these largest magnitudes; a smaller one counts as `floor`. Raises GroupNotFinite: an
+    amax is NaN or infinite."""
     if not bool(torch.isfinite(amax).all()):
         raise GroupNotFinite(_NOT_FINITE)
     # On a GPU torch turns a division by a number into a multiplication by its reciprocal; one by a tensor it divides.
@@ -69,8 +61,8 @@ def scale_from_amax(amax: Tensor, rule: ScaleRule, floor: float = AMAX_FLOOR) ->
 
 
 def quantise_rows(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
-    """Quantise FP32 [rows, columns] in groups of one row along the last dimension: the E4M3 grid, FP32 [rows, columns],
-    and scales, FP32 [rows, ceil(columns / grouping.columns)]."""
+    """The grid, FP32 [rows, columns], of FP32 [rows, columns] in groups of one row, and scales, FP32 [rows,
+    ceil(columns / grouping.columns)]."""
     assert grouping.rows == 1, f"groups of one row, not of {grouping.rows}"
     rows, columns = x.shape
     group = grouping.columns
@@ -89,8 +81,8 @@ def quantise_columns(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
 
 
 def quantise_tiles(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
-    """Quantise FP32 [out, in] in tiles: the E4M3 grid, FP32 [out, in], and scales, FP32 [ceil(out / grouping.rows),
-    ceil(in / grouping.columns)], the layout of `weight_scale_inv`."""
+    """The grid, FP32 [out, in], of FP32 [out, in], and scales, FP32 [ceil(out / grouping.rows), ceil(in /
+    grouping.columns)], the layout of `weight_scale_inv`."""
     (out, columns), down, across = x.shape, grouping.rows, grouping.columns
     padded = torch.nn.functional.pad(x, (0, -columns % across, 0, -out % down))
     tiles = padded.view(padded.shape[0] // down, down, padded.shape[1] // across, across)
@@ -104,7 +96,6 @@ def encode(grid: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor) -> Tensor:
-    """E4M3 bytes as FP32 grid values."""
     if codes.is_cuda:
         return codes.float()
     # torch's cast is scalar on a CPU; this takes a third of the time of indexing with a tensor.
@@ -115,7 +106,7 @@ _DECODE_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).t
 
 
 class FiniteFlag:
-    """A flag on a device, set when a quantised value was NaN or infinity."""
+    """Set on a device when a quantised value was NaN or infinity."""
 
     def __init__(self, device: torch.device) -> None:
         self.not_finite = torch.zeros(1, dtype=torch.int32, device=device)
@@ -143,7 +134,6 @@ def row_and_column_codes(
 
 @with_kernel("quantise")
 def tile_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
-    """Codes [out, in] and the scales of `quantise_tiles`, perhaps of no rows."""
     return _encoded(quantise_tiles(x.float(), grouping))
 
 

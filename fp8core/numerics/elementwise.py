@@ -45,12 +45,11 @@ class _ToE4m3Grid(torch.autograd.Function):
 
 
 def keep_fp32(x: Tensor) -> Tensor:
-    """The rounding of the FP32 reference mode."""
     return x.float()
 
 
 def round_to_bf16(x: Tensor) -> Tensor:
-    """BF16 values of `x` (any float type, FP64 by way of FP32), held in FP32; the gradient passes through."""
+    """BF16 values of any float type (FP64 by way of FP32), held in FP32; the gradient passes through."""
     return _passed_through(x, lambda values: values.to(torch.bfloat16).float())
 
 
@@ -59,16 +58,13 @@ class RoundingPoints:
     """Values rounded inside an operation, on the way to a result that is rounded in any case.
 
     Attributes:
-        name: of the whole.
         sums: the residual sum that a norm reads.
         normalised: x / rms, before its weight.
         tables: cosines and sines of the rotary positions.
-        activated: silu(gate), before its product with up, outside experts.
-        expert_activated: the same in experts.
+        activated, expert_activated: silu(gate), before its product with up, outside and inside experts.
         weights: exp(score - maximum) of BF16 attention, before its product with V.
         routed: the router's logits, before experts are chosen and weighted.
-        gates: the weights of the chosen experts, where these sum to 1.
-    """
+        gates: the weights of the chosen experts, where these sum to 1."""
 
     name: str
     sums: Rounding
@@ -102,7 +98,7 @@ FUSED = _points("fused", "tables", "weights", *_EXPERTS)
 
 
 def to_e4m3_grid(x: Tensor, scale: float) -> Tensor:
-    """`x / scale` on the E4M3 grid, FP64; saturated elements get no gradient, the others 1 / scale (positive)."""
+    """`x / scale` on the E4M3 grid, FP64; saturated elements get no gradient, the others 1 / scale."""
     grid: Tensor = _ToE4m3Grid.apply(x, scale)  # type: ignore[no-untyped-call]
     return grid
 
@@ -114,12 +110,12 @@ def to_fixed_point(x: Tensor, bits: int) -> Tensor:
 
 
 def to_fp16(x: Tensor) -> Tensor:
-    """FP16 values of `x` (any float type, FP64 by way of FP32), saturated, in FP64; the gradient passes through."""
+    """FP16 values, saturated, in FP64; the gradient passes through."""
     return _passed_through(x, _fp16)
 
 
 def to_fp16_rows(x: Tensor, bits: int) -> Tensor:
-    """`to_fp16` on a fixed-point grid of so many bits below the largest magnitude of a row (`gemm.align_rows`)."""
+    """`to_fp16` on a grid of so many bits below the largest magnitude of a row (`gemm.align_rows`)."""
     return _passed_through(x, lambda values: align_rows(_fp16(values), bits))
 
 
@@ -167,35 +163,33 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding, inner: Rounding) -> Tensor:
-    """RMSNorm over the last dimension (arXiv 1910.07467, equation 4) of FP32 [..., n], with weights FP32 [n]; `inner`
-    rounds the normalised values before the weight."""
+    """RMSNorm (arXiv 1910.07467, equation 4) of FP32 [..., n], with weights FP32 [n]; `inner` rounds before the
+    weight."""
     y: Tensor = _RmsNorm.apply(x, weight, eps, rounding, inner)  # type: ignore[no-untyped-call]
     return y
 
 
 def swiglu(gate: Tensor, up: Tensor, rounding: Rounding, inner: Rounding) -> Tensor:
-    """silu(gate) * up (arXiv 2002.05202), `inner` rounds the activation before the product; all FP32 [..., n]."""
+    """silu(gate) * up (arXiv 2002.05202), FP32 [..., n]; `inner` rounds silu(gate)."""
     y: Tensor = _SwiGlu.apply(gate, up, rounding, inner)  # type: ignore[no-untyped-call]
     return y
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rounding: Rounding) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864) of FP32 [B, heads, T, d] in the half-split layout of Hugging Face.
-    cos and sin are FP32 [B, 1, T, d / 2]."""
+    """Rotary positions (arXiv 2104.09864) of FP32 [B, heads, T, d], half-split as in Hugging Face; cos and sin are FP32
+    [B, 1, T, d / 2]."""
     first, second = x.chunk(2, dim=-1)
     return rounding(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
 
 def inverse_frequencies(dim: int, theta: float) -> Tensor:
-    """FP32 [d / 2], on the CPU: theta^(-2i / d). A GPU's power has other last bits."""
+    """FP32 [d / 2]: theta^(-2i / d), on the CPU, because a GPU's power has other last bits."""
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim)
 
 
 def scale_frequencies(frequencies: Tensor, factor: float, low: float, high: float, original: int) -> Tensor:
-    """Llama 3.1's context extension of frequencies, FP32 [d / 2], of a model trained with a context of `original`.
-
-    Wavelengths above original / low are stretched in full, those below original / high not.
-    """
+    """Llama 3.1's extension of FP32 [d / 2] beyond a context of `original`. Wavelengths above original / low are
+    stretched in full, those below original / high not."""
     wavelengths = 2 * math.pi / frequencies
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / factor + smooth * frequencies

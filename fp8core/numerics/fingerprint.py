@@ -1,18 +1,15 @@
 """Fingerprints of tensors that do not depend on the order of reduction, and the digest of a policy.
 
-The bytes of a tensor's elements, in row-major order and little-endian, are read as 64-bit words. Two more words follow:
-the up to seven bytes that are left over (zero-extended) and the number of bytes. Every word contributes a hash of its
-position and its bits, and the hashes are added modulo 2^64. So any split into chunks, threads or devices gives the same
-fingerprint. Lane k of the two lanes, for word i of bits b:
+A tensor's bytes, in row-major order and little-endian, are read as 64-bit words. Two more words follow: the up to seven
+bytes that are left over (zero-extended) and the number of bytes. Hashes of every word's position and bits are added
+modulo 2^64: any split into chunks, threads or devices gives the same sum. Lane k, for word i of bits b:
 
     z = b * bits_factor_k + i * index_factor_k + offset_k        (mod 2^64; injective in b for a given i)
     z = (z ^ z >> s0) * m0;  z = (z ^ z >> s1) * m1;  z = z ^ z >> s2
     lane_k = sum over i of z (mod 2^64)
 
-A change of a single word always changes the fingerprint; any other goes unseen with a probability of about 2^-128. The
-finalisers are splitmix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014) and fmix64 of
-MurmurHash3 (Appleby). Not meant against an adversary.
-"""
+A change of a single word always shows; any other goes unseen with a probability of about 2^-128. The finalisers are
+splitmix64 (Steele, Lea, Flood, 2014) and fmix64 of MurmurHash3 (Appleby). Not meant against an adversary."""
 
 import hashlib
 import json
@@ -30,15 +27,14 @@ from fp8core.numerics.dispatch import with_kernel
 
 _Words = np.ndarray[Any, np.dtype[np.uint64]]
 
-# In words. On a CPU a chunk and its temporaries stay in the cache; elsewhere a chunk only bounds memory.
-_CPU_CHUNK = 1 << 17
-_DEVICE_CHUNK = 1 << 22
+# In words: a chunk and its temporaries stay in the cache.
+_CHUNK = 1 << 17
 _WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Constants of one 64-bit mix; factors are odd, hence invertible modulo 2^64."""
+    """One 64-bit mix; factors are odd, hence invertible modulo 2^64."""
 
     bits_factor: int
     index_factor: int
@@ -65,40 +61,15 @@ LANES = (
 )
 
 
-def _xor_shift_(z: Tensor, shift: int) -> Tensor:
-    """In place `z ^ (z >>> shift)`: the arithmetic shift copies the sign, the mask takes the copies away."""
-    return z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1))
-
-
-def _signed(value: int) -> int:
-    """The two's complement reading of an unsigned 64-bit constant."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _mix(lane: Lane, bits: Tensor, index: Tensor) -> Tensor:
-    z = (bits * _signed(lane.bits_factor)).add_(index * _signed(lane.index_factor)).add_(_signed(lane.offset))
-    _xor_shift_(z, lane.shifts[0]).mul_(_signed(lane.multipliers[0]))
-    _xor_shift_(z, lane.shifts[1]).mul_(_signed(lane.multipliers[1]))
-    return _xor_shift_(z, lane.shifts[2])
-
-
-def _lane_sums(words: Tensor, first: int) -> Tensor:
-    if words.device.type == "cpu":
-        return torch.tensor([_signed(_host_sum(lane, words.numpy().view(np.uint64), first)) for lane in LANES])
-    index = torch.arange(first, first + words.numel(), dtype=torch.int64, device=words.device)
-    return torch.stack([_mix(lane, words, index).sum() for lane in LANES])
-
-
 @lru_cache(maxsize=2 * len(LANES))
 def _index_terms(lane: Lane, count: int) -> _Words:
     """i * index_factor + offset of the first words."""
     return np.arange(count, dtype=np.uint64) * np.uint64(lane.index_factor) + np.uint64(lane.offset)
 
 
-def _host_sum(lane: Lane, words: _Words, first: int) -> int:
-    """NumPy shifts unsigned words in one pass, multiplies faster than torch and needs no copies."""
+def _lane_sum(lane: Lane, words: _Words, first: int) -> int:
     z = words * np.uint64(lane.bits_factor)
-    z += _index_terms(lane, max(len(words), _CPU_CHUNK))[: len(words)]
+    z += _index_terms(lane, max(len(words), _CHUNK))[: len(words)]
     z += np.uint64(first * lane.index_factor % 2**64)
     shifted = np.empty_like(z)
     for shift, multiplier in zip(lane.shifts, (*lane.multipliers, None), strict=True):
@@ -110,8 +81,8 @@ def _host_sum(lane: Lane, words: _Words, first: int) -> int:
 
 
 def bytes_in_order(tensor: Tensor) -> Tensor:
-    """A tensor's bytes in row-major order, uint8 [bytes], at an address of whole words; copied only where needed.
-    Raises TypeError: the tensor is complex."""
+    """uint8 [bytes] in row-major order, at an address of whole words; copied only where needed. Raises TypeError: it is
+    complex."""
     if tensor.is_complex():
         raise TypeError(f"fingerprint: no bit pattern is defined for {tensor.dtype}")
     flat = tensor
@@ -121,20 +92,17 @@ def bytes_in_order(tensor: Tensor) -> Tensor:
     return flat.clone() if flat.storage_offset() % _WORD_BYTES else flat
 
 
-def fingerprint(tensor: Tensor, *, chunk: int | None = None) -> str:
-    """128-bit fingerprint of a tensor's elements in row-major order, as 32 hex digits; shape, dtype, strides and device
-    are not part of it. Computed on its device, `chunk` words at a time. Raises TypeError: the tensor is complex."""
-    return hex_digits(_slice_sum(Slice.whole(tensor), chunk).tolist())
+def fingerprint(tensor: Tensor) -> str:
+    """32 hex digits; shape, dtype, strides and device are not part of it. Raises TypeError: the tensor is complex."""
+    return fingerprints([tensor])[0]
 
 
 class Slice(NamedTuple):
     """Consecutive elements of a tensor, in row-major order.
 
     Attributes:
-        elements: they alone.
         first: bytes of the tensor before them, whole words.
-        ends: bytes of the whole tensor, where these are its last elements; None elsewhere.
-    """
+        ends: bytes of the whole tensor, where these are its last elements; None elsewhere."""
 
     elements: Tensor
     first: int
@@ -145,44 +113,35 @@ class Slice(NamedTuple):
         return cls(tensor, 0, tensor.nbytes)
 
 
-def _slice_sum(part: Slice, chunk: int | None = None) -> Tensor:
-    flat, first = bytes_in_order(part.elements), part.first // _WORD_BYTES
+def _slice_sum(part: Slice) -> Tensor:
+    flat, first = bytes_in_order(part.elements).cpu(), part.first // _WORD_BYTES
     count, left_over = divmod(flat.numel(), _WORD_BYTES)
     assert part.first % _WORD_BYTES == 0, "a slice begins inside a word"
     assert not left_over or part.ends is not None, "a slice ends inside a word"
-    words = flat[: count * _WORD_BYTES].view(torch.int64)
-    sums = torch.zeros(len(LANES), dtype=torch.int64, device=flat.device)
+    words = flat[: count * _WORD_BYTES].numpy().view(np.uint64)
+    chunks = [(words[start : start + _CHUNK], first + start) for start in range(0, count, _CHUNK)]
     if part.ends is not None:
-        ending = torch.zeros(2 * _WORD_BYTES, dtype=torch.uint8, device=flat.device)
-        ending[:left_over] = flat[count * _WORD_BYTES :]
-        last_words = ending.view(torch.int64)
-        last_words[1] = part.ends
-        sums += _lane_sums(last_words, first + count)
-    default = _CPU_CHUNK if flat.device.type == "cpu" else _DEVICE_CHUNK
-    size = default if chunk is None else chunk
-    for start in range(0, count, size):
-        sums += _lane_sums(words[start : start + size], first + start)
-    return sums
+        last = int.from_bytes(flat[count * _WORD_BYTES :].numpy().tobytes(), "little")
+        chunks.append((np.array([last, part.ends], dtype=np.uint64), first + count))
+    sums = [sum(_lane_sum(lane, *chunk) for chunk in chunks) % 2**64 for lane in LANES]
+    return torch.from_numpy(np.array(sums, dtype=np.uint64).view(np.int64))
 
 
 def hex_digits(sums: Sequence[int]) -> str:
-    """The 32 digits of two lane sums, read as signed."""
     return "".join(f"{lane & (1 << 64) - 1:016x}" for lane in sums)
 
 
 @with_kernel("fingerprint")
 def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> Tensor:
-    """Sums of both lanes over slices of tensors, the fields of `Slice`, int64 [slices, 2]; slices of one tensor add up
-    to its sums."""
+    """Both lanes over slices, the fields of `Slice`, int64 [slices, 2]; slices of one tensor add up to its sums."""
     parts = [Slice(*part) for part in zip(elements, firsts, ends, strict=True)]
-    if len(parts) == 1 or any(part.elements.device.type != "cpu" for part in parts):
-        return torch.stack([_slice_sum(part).cpu() for part in parts])
+    if len(parts) == 1:
+        return _slice_sum(parts[0])[None]
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         return torch.stack(list(threads.map(_slice_sum, parts)))
 
 
 def slice_sums(slices: Sequence[Slice]) -> list[list[int]]:
-    """`lane_sums` on the host."""
     elements, firsts, ends = zip(*slices, strict=True)
     found: list[list[int]] = lane_sums(elements, firsts, ends).tolist()
     return found
@@ -194,12 +153,11 @@ def combined(sums: Sequence[Sequence[Sequence[int]]]) -> list[str]:
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
-    """The fingerprint of each tensor; one copy to the host."""
     return [hex_digits(sums) for sums in slice_sums([Slice.whole(tensor) for tensor in tensors])] if tensors else []
 
 
 def policy_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 (64 hex digits) over the sorted (name, dtype, shape, fingerprint) of named tensors."""
+    """SHA-256 over the sorted (name, dtype, shape, fingerprint) of named tensors."""
     found = fingerprints(list(tensors.values()))
     return digest_of(
         {
@@ -210,13 +168,13 @@ def policy_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def masters_digest(weights: Mapping[str, Tensor], device: torch.device) -> str:
-    """`policy_digest` of the FP32 masters that begin as these weights, widened and read on `device` one at a time."""
+    """`policy_digest` of the FP32 masters that begin as these weights, one at a time on `device`."""
     masters = ((name, tensor.to(device).float()) for name, tensor in weights.items())
     found = {name: (tuple(master.shape), fingerprints([master])[0]) for name, master in masters}
     return digest_of({name: ("float32", *rest) for name, rest in found.items()})
 
 
 def digest_of(found: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
-    """`policy_digest` of tensors known by (dtype without `torch.`, shape, fingerprint) alone."""
+    """`policy_digest` of tensors known by (dtype without `torch.`, shape, fingerprint)."""
     rows = [[name, dtype, list(shape), digits] for name, (dtype, shape, digits) in sorted(found.items())]
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()

@@ -1,15 +1,14 @@
-"""The steps between two GEMMs of a packed layer, each as one operation on BF16, with its codes and its backward.
+"""The steps between two GEMMs of a packed layer, each one operation on BF16, with its codes and its backward.
 
 Rounding is that of `elementwise.KERNELS`. Where the kernels' results differ from the reference:
 
-- Norms: the mean of squares and 1 / rms are FP64. Two FP64 sums of one row in different order round to different BF16
-  with probability about 2^-40 an element. Rotary positions hold such a norm too.
+- Norms: the mean of squares and 1 / rms are FP64. Two orders of the sum round to different BF16 with probability about
+  2^-40 an element. Rotary positions hold such a norm too.
 - SwiGLU: silu is FP32 in the kernels and FP64 here. The few gates whose silu lies next to a boundary of two BF16
   numbers differ.
 - Backward: equal to FP32 rounding, and deterministic: no sum depends on what else runs.
 
-Operations that write codes raise GroupNotFinite as `e4m3.row_codes` does.
-"""
+Operations that write codes raise GroupNotFinite as `e4m3.row_codes` does."""
 
 import math
 from typing import NamedTuple
@@ -27,11 +26,8 @@ from fp8core.numerics.recipe import E4M3_MAX, AttentionProducts, Grouping
 
 @with_kernel("norm")
 def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Residual sum, its RMSNorm, both BF16 [tokens, hidden], and 1 / rms, FP32 [tokens], for the backward.
-
-    `x` and `added`, what a block adds to the residual stream (None: nothing), are BF16 [tokens, hidden]. The weight is
-    FP32 [hidden] of BF16 values.
-    """
+    """Residual sum x + `added` and its RMSNorm, BF16 [tokens, hidden], and 1 / rms, FP32 [tokens]; the weight is FP32
+    [hidden] of BF16 values."""
     total = x if added is None else (x.float() + added.float()).bfloat16()
     wide = total.float()
     inverse = torch.rsqrt(wide.double().square().mean(-1) + eps).float()
@@ -42,7 +38,6 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 def add_norm_row_codes(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rows: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Tensor, Codes]:
-    """`add_norm` for a linear whose input is not kept: the sum, and `e4m3.row_codes` of its norm."""
     total, normed, _inverse = add_norm(x, added, weight, eps)
     return total, row_codes(normed, rows, flag)
 
@@ -57,7 +52,7 @@ def add_norm_codes(
     columns: Grouping,
     flag: FiniteFlag | None = None,
 ) -> tuple[Tensor, Codes, Codes, Tensor]:
-    """`add_norm` for a linear that is trained: the sum, `e4m3.row_and_column_codes` of its norm, and 1 / rms."""
+    """The sum, codes of its norm by rows and by columns, and 1 / rms."""
     total, normed, inverse = add_norm(x, added, weight, eps)
     return total, *row_and_column_codes(normed, rows, columns, flag), inverse
 
@@ -66,10 +61,8 @@ def add_norm_codes(
 def add_norm_backward(
     grad_normed: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and `added`, which are equal, BF16 [tokens, hidden], and of the weight, FP32 [hidden].
-
-    `grad_normed` and `grad_total`, of the residual stream (None after the last layer), are BF16 [tokens, hidden].
-    """
+    """Gradients of x and of `added`, which are equal, BF16 [tokens, hidden], and of the weight, FP32 [hidden].
+    `grad_total` is that of the residual stream, None after the last layer."""
     upstream, factor = grad_normed.float(), inverse[:, None]
     normed, scaled = total.float() * factor, upstream * weight
     grad = factor * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
@@ -86,7 +79,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @with_kernel("swiglu")
 def swiglu_row_codes(gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = None) -> Codes:
-    """`e4m3.row_codes` of `swiglu`, [tokens, m], for a linear whose input is not kept."""
     return row_codes(swiglu(gate_up), rows, flag)
 
 
@@ -94,13 +86,12 @@ def swiglu_row_codes(gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = 
 def swiglu_codes(
     gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
-    """`e4m3.row_and_column_codes` of `swiglu`, for a linear that is trained."""
     return row_and_column_codes(swiglu(gate_up), rows, columns, flag)
 
 
 @with_kernel("swiglu")
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient of `gate_up`, BF16 [tokens, 2 m], by that of the result, BF16 [tokens, m]."""
+    """Gradient of `gate_up`, BF16 [tokens, 2 m]."""
     leaf = gate_up.float().requires_grad_()
     with torch.enable_grad():
         out = _swiglu(leaf)
@@ -111,7 +102,6 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 def swiglu_backward_codes(
     grad: Tensor, gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
-    """`e4m3.row_and_column_codes` of `swiglu_backward`, for the fused projection."""
     return row_and_column_codes(swiglu_backward(grad, gate_up), rows, columns, flag)
 
 
@@ -135,7 +125,7 @@ class HeadLayout(NamedTuple):
 
 
 def heads_of(qkv: Tensor, layout: HeadLayout) -> Heads:
-    """Q, K and V by head: views of [tokens, all heads * head_dim]."""
+    """Views of [tokens, all heads * head_dim]."""
     heads = qkv.view(qkv.shape[0], -1, layout.head_dim)
     q, k, v = heads.split([layout.query_heads, layout.kv_heads, layout.kv_heads], dim=1)
     return q, k, v
@@ -145,11 +135,8 @@ def heads_of(qkv: Tensor, layout: HeadLayout) -> Heads:
 def norm_rotate(
     qkv: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, positions: Tensor, layout: HeadLayout, eps: float
 ) -> Tensor:
-    """Q and K normed (Qwen3) and rotated, V as it is, BF16 [tokens, (query_heads + 2 kv_heads) head_dim].
-
-    `norms`: weights for Q and for K, FP32 [head_dim], or None; `cos`, `sin`: tables, FP32 [positions, head_dim / 2];
-    `positions`: int64 [tokens].
-    """
+    """Q and K normed by `norms`, FP32 [head_dim] each, and rotated, V as it is, BF16 [tokens, (query_heads + 2
+    kv_heads) head_dim]. cos and sin are FP32 [positions, head_dim / 2], positions int64 [tokens]."""
     return _norm_rotate(qkv.float(), norms, cos[positions], sin[positions], layout, eps).bfloat16()
 
 
@@ -164,7 +151,7 @@ def norm_rotate_backward(
     layout: HeadLayout,
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of qkv, BF16 of its shape, and of the norms' weights, FP32 [head_dim] each; None without norms."""
+    """Gradients of qkv, BF16, and of the norms' weights, FP32 [head_dim] each; None without norms."""
     leaf = qkv.float().requires_grad_()
     weights = None if norms is None else (norms[0].detach().requires_grad_(), norms[1].detach().requires_grad_())
     with torch.enable_grad():
@@ -184,8 +171,8 @@ def _norm_rotate(qkv: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, lay
 
 @with_kernel("head_codes")
 def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: AttentionProducts) -> Heads:
-    """float8_e4m3fn codes of Q, K and V over their scales, saturated and contiguous, of qkv as for `norm_rotate`.
-    Q is a view of qkv where products are not of E4M3 Q."""
+    """float8_e4m3fn codes of Q, K and V over their scales, saturated and contiguous. Q is a view of qkv where products
+    are not of E4M3 Q."""
     q, k, v = heads_of(qkv, layout)
     query = static_codes(q, scales.q) if products == "fp8" else q
     return query, static_codes(k, scales.k), static_codes(v, scales.v)
@@ -211,7 +198,6 @@ def head_gradients(
 
 
 def static_codes(x: Tensor, scale: float) -> Tensor:
-    """float8_e4m3fn codes of x / scale, saturated; any shape, contiguous."""
     # Divided by a tensor: torch multiplies by the reciprocal of a number on a GPU, which is another rounding.
     divided = x.float() / torch.full((), scale, device=x.device)
     return divided.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)

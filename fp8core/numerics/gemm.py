@@ -1,30 +1,25 @@
 """Matrix products whose result does not depend on the order of summation.
 
 E4M3 values are multiples of 2^-9 up to 448. So a product is a multiple of 2^-18, and a sum over one 128-wide block
-needs at most 43 bits. FP64 holds it exactly, in any order, for any batch. Blocks are added in ascending order.
-Where scales of powers of two lie close enough, the whole sum fits in FP64 (`spanned_gemm`). FP32 operands have no such
-blocks: `sliced_gemm` and `ordered_gemm` are for the FP32 side of a contract.
+needs at most 43 bits: FP64 holds it exactly. Blocks are added in ascending order. FP32 operands have no such blocks:
+`sliced_gemm` and `ordered_gemm` are for the FP32 side of a contract.
 
 Operations on codes multiply exactly here, and on tensor cores where there are any (`kernels.hopper_gemm`):
 
     forward_gemm          Y  = X W^T      rows of X,  tiles of W
     input_gradient_gemm   dX = dY W       rows of dY, tiles of W^T
-    weight_gradient_gemm  dW = dY^T X     columns of dY, columns of X
-"""
+    weight_gradient_gemm  dW = dY^T X     columns of dY, columns of X"""
 
 import torch
 from torch import Tensor
 
 from fp8core.numerics.dispatch import with_kernel
 from fp8core.numerics.e4m3 import Codes, decode
-from fp8core.numerics.recipe import E4M3_MAX, TILE
+from fp8core.numerics.recipe import TILE
 
 OUTPUT_MULTIPLE = 64
-"""Columns that DeepGEMM writes at once: on a GPU the width of a product is a multiple."""
+"""DeepGEMM writes so many columns at once: on a GPU the width of a product is a multiple."""
 
-_LAST_BIT = 2.0**-9
-# Half of what FP64 holds: spans are sums of FP32, which are rounded.
-_WIDEST_SPAN = 2.0**52
 _CACHED_ROWS, _CACHED_COLUMNS = 128, 512
 
 
@@ -33,9 +28,8 @@ def block_gemm(
 ) -> Tensor:
     """`left @ right.T`, FP64 [M, N], with one scale per row and block of the contraction, each block exact.
 
-    Operands are grid values [M, K] and [N, K], FP32 or FP64, or such multiplied by powers of two. Scales are FP32
-    [M, ceil(K / block)] and [N, ceil(K / block)], or None for 1.
-    """
+    Operands are grid values [M, K] and [N, K], or such times powers of two. Scales are FP32 [M, ceil(K / block)] and
+    [N, ceil(K / block)], or None for 1."""
     wide, factors = left.double(), left_scales.double()
     total = torch.empty(left.shape[0], right.shape[0], dtype=torch.float64)
     # So much of a sum and of a block's product stays in the cache.
@@ -72,45 +66,11 @@ def scaled_gemm(left: Tensor, right: Tensor, block: int = TILE) -> Tensor:
     return total
 
 
-def spanned_gemm(left: Tensor, right: Tensor, spans: Tensor, peak: float, block: int = TILE) -> Tensor:
-    """`scaled_gemm`, bit for bit, with one product for all rows of `left` whose sums are exact as a whole.
-
-    A term is a multiple of the last bit of its row of `left` times that of its row of `right`. In units of it, no
-    partial sum is above span * peak, so up to 2^53 each is exact. `spans`: `row_spans` of `left`; `peak`: `row_peak` of
-    `right`.
-    """
-    # Not `>`, which is false for NaN.
-    blocked = ~(spans * peak <= _WIDEST_SPAN)
-    if bool(blocked.all()):
-        return scaled_gemm(left, right, block)
-    total = left @ right.t()
-    if bool(blocked.any()):
-        total[blocked] = scaled_gemm(left[blocked], right, block)
-    return total
-
-
-def row_spans(grid: Tensor, scales: Tensor, group: int = TILE) -> Tensor:
-    """Sum of the magnitudes of each row in units of its last bit, FP64 [rows]; groups of zeros have no bits.
-
-    `grid`: FP32 [rows, columns] on the E4M3 grid; `scales`: FP32 [rows, ceil(columns / group)], powers of two.
-    """
-    padded = torch.nn.functional.pad(grid, (0, -grid.shape[1] % group))
-    sums: Tensor = torch.linalg.vector_norm(padded.view(*scales.shape, group), ord=1, dim=-1)
-    smallest: Tensor = torch.where(sums > 0, scales, torch.inf).amin(-1)
-    return (sums.double() * scales.double()).sum(-1) / (smallest.double() * _LAST_BIT)
-
-
-def row_peak(scales: Tensor) -> float:
-    """A bound on the magnitudes of all rows in units of their row's last bit, from FP32 scales [rows, groups]."""
-    return float((scales.amax(-1) / scales.amin(-1)).amax()) * E4M3_MAX / _LAST_BIT
-
-
 def align_rows(x: Tensor, bits: int) -> Tensor:
     """Round each row of FP64 [..., K] to a fixed-point grid of `bits` bits below its largest magnitude.
 
-    Sums of products of aligned rows are exact in FP64 whatever the order, as long as bits_left + bits_right + log2(K)
-    <= 53. An element's error is at most 2^-bits of the row's amax.
-    """
+    Sums of products of aligned rows are exact in FP64 as long as bits_left + bits_right + log2(K) <= 53. An element's
+    error is at most 2^-bits of the row's amax."""
     amax = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny * 2.0**60)
     _, exponent = torch.frexp(amax)
     magic = torch.ldexp(torch.full_like(amax, 1.5), exponent + (52 - bits))
@@ -118,19 +78,16 @@ def align_rows(x: Tensor, bits: int) -> Tensor:
 
 
 def aligned_gemm(left: Tensor, right_aligned: Tensor) -> Tensor:
-    """`left @ right.T`, FP64 [M, N], of operands that are put on fixed-point grids and then summed exactly.
-
-    `left`: BF16 or FP32 [M, K]; `right_aligned`: FP64 [N, K] from `align_rows(right, alignment_bits(K))`.
-    """
+    """`left @ right.T`, FP64 [M, N], of BF16 or FP32 [M, K] and FP64 [N, K] from `align_rows(right,
+    alignment_bits(K))`."""
     return align_rows(left.double(), alignment_bits(left.shape[-1])) @ right_aligned.t()
 
 
 def sliced_gemm(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right^T` of FP32 [..., M, K] and [..., N, K], FP64 [..., M, N], equal for any order of summation.
 
-    Each operand is cut into two slices on fixed-point grids. So the four products are exact in FP64 (Ozaki et al.,
-    "Error-free transformations of matrix multiplication", 2012). The rest of an element is below the rounding of FP32.
-    """
+    Each operand is cut into two slices on fixed-point grids, whose four products are exact in FP64 (Ozaki et al.,
+    "Error-free transformations of matrix multiplication", 2012). The rest is below the rounding of FP32."""
     bits = alignment_bits(left.shape[-1])
     (high, low), (other_high, other_low) = _slices(left.double(), bits), _slices(right.double(), bits)
     crossed = high @ other_low.mT + low @ other_high.mT
@@ -143,10 +100,8 @@ def _slices(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def ordered_gemm(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right`, FP64, added up term by term in the order of the contraction: zeros at either end change nothing.
-
-    For a contraction over keys, of which a batch has more or fewer than those that a query may see.
-    """
+    """`left @ right`, FP64, added up in the order of the contraction: zeros at either end change nothing. For keys, of
+    which a batch has more or fewer."""
     total = left.new_zeros(*left.shape[:-1], right.shape[-1])
     for k in range(left.shape[-1]):
         # Two operations: a fused one would round differently in vectors and in what is left over.
@@ -155,16 +110,14 @@ def ordered_gemm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def alignment_bits(contraction: int) -> int:
-    """Bits each operand may keep so that a dot of this length is exact in FP64's 53 bits."""
+    """Bits of each operand with which a dot of this length is exact in FP64's 53 bits."""
     return (53 - max(contraction - 1, 1).bit_length()) // 2
 
 
 @with_kernel("hopper_gemm")
 def forward_gemm(x: Codes, weight: Codes) -> Tensor:
-    """X W^T, BF16 [tokens, out], of X [tokens, in] in 1 x 128 groups, scales column-major, and W [out, in] in tiles.
-
-    On a GPU `in` is a multiple of 16, `out` one of `OUTPUT_MULTIPLE`.
-    """
+    """X W^T, BF16 [tokens, out], of X [tokens, in] in 1 x 128 groups, scales column-major, and W [out, in] in tiles. On
+    a GPU `in` is a multiple of 16."""
     codes, scales = weight
     by_row = scales.repeat_interleave(TILE, dim=0)[: codes.shape[0]]
     return _code_gemm(x, (codes, by_row)).bfloat16()
@@ -172,29 +125,25 @@ def forward_gemm(x: Codes, weight: Codes) -> Tensor:
 
 @with_kernel("hopper_gemm")
 def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
-    """X W^T of BF16 [tokens, in] and [out, in], BF16 [tokens, out]: a row depends on its own row of X alone.
-
-    The reference sums in FP64: another order changes a result with probability about 2^-40.
-    """
+    """X W^T, BF16 [tokens, out]: a row depends on its own row of X alone. FP64 sums: another order changes a result
+    with probability about 2^-40."""
     return (x.double() @ weight.double().t()).bfloat16()
 
 
 def input_gradient_gemm(grad: Codes, transposed: Codes) -> Tensor:
-    """dY W, BF16 [tokens, in], of dY [tokens, out] as X of `forward_gemm` and the weight's own tiles (`transpose`)."""
+    """dY W, BF16 [tokens, in], of dY [tokens, out] and the weight's own tiles (`transpose`)."""
     return forward_gemm(grad, transposed)
 
 
 @with_kernel("hopper_gemm")
 def weight_gradient_gemm(grad: Codes, x: Codes, total: Tensor | None = None) -> Tensor:
-    """dY^T X, FP32 [out, in], of dY^T [out, tokens] and X^T [in, tokens] in 1 x 128 groups along the tokens.
-
-    It is added to `total`, if there is one, in place. On a GPU the number of tokens is a multiple of 16.
-    """
+    """dY^T X, FP32 [out, in], of dY^T [out, tokens] and X^T [in, tokens] in groups along the tokens, added to `total`
+    in place. On a GPU the number of tokens is a multiple of 16."""
     return _added(_code_gemm(grad, x).float(), total)
 
 
 def fp32_product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
-    """left @ right of BF16 matrices, with FP32 sums; added to FP32 `total` in place, if there is one."""
+    """left @ right of BF16 matrices, with FP32 sums, added to FP32 `total` in place."""
     if not left.is_cuda:
         return _added(left.float() @ right.float(), total)
     if total is None:

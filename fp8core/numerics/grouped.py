@@ -1,9 +1,7 @@
 """Experts in block FP8 on rows that lie together by expert, as Hopper's grouped kernels take them.
 
-Each expert's rows begin at a multiple of 128, and the rest of its last block is padding. Everything here has the size
-of the worst case and nothing waits for the device: CUDA graphs can capture it. A token's result depends on itself
-alone.
-"""
+Each expert's rows begin at a multiple of 128; the rest of its last block is padding. Everything has the size of the
+worst case and nothing waits for the device, so CUDA graphs can capture it. A token's result depends on itself alone."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,13 +20,8 @@ PADDING = -1
 
 
 class GroupedRows(NamedTuple):
-    """Where the tokens of experts lie.
-
-    Attributes:
-        tokens: int64 [rows], the token that a row is a copy of; 0 in padding.
-        experts: int32 [rows], its expert; `PADDING` in padding.
-        places: int64 [tokens, k], the row of each token and slot.
-    """
+    """`tokens`: int64 [rows], the token that a row is a copy of; 0 in padding. `experts`: int32 [rows]. `places`: int64
+    [tokens, k], the row of each token and slot."""
 
     tokens: Tensor
     experts: Tensor
@@ -70,11 +63,8 @@ def gathered_codes(x: Codes, rows: Tensor) -> Codes:
 
 @with_kernel("hopper_gemm")
 def grouped_gemm(x: Codes, weights: Codes, experts: Tensor) -> Tensor:
-    """Each row times the transposed weight of its expert, BF16 [rows, out]; of padding, anything that is finite.
-
-    `x` and each of `weights` [experts, out, in] are as for `forward_gemm`. Every 128 of `experts`, int32 [rows], begin
-    with their expert.
-    """
+    """Each row times the transposed weight [experts, out, in] of its expert, BF16 [rows, out]; of padding, anything
+    finite. Every 128 of `experts`, int32 [rows], begin with their expert."""
     codes, scales = weights
     product = torch.zeros(x[0].shape[0], codes.shape[1], dtype=torch.bfloat16)
     for expert in experts.unique().tolist():
@@ -94,17 +84,13 @@ def weighted_sum(outputs: Tensor, places: Tensor, gates: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Quantisers:
-    """The quantisers of what the products of experts read; `flag` as for `e4m3.row_codes`."""
-
     groups: Grouping
     flag: FiniteFlag | None = None
 
     def inputs(self, x: Tensor) -> Codes:
-        """Of BF16 [tokens, hidden]."""
         return row_codes(x, self.groups, self.flag)
 
     def activated(self, gate_up: Tensor) -> Codes:
-        """Of silu(gate) * up, from BF16 [rows, 2 m]."""
         return swiglu_row_codes(gate_up, self.groups, self.flag)
 
 
@@ -113,9 +99,8 @@ def grouped_experts(
 ) -> Tensor:
     """Sum of g_e W_down,e (silu(W_gate,e x) * W_up,e x) over the chosen experts of each token, BF16 [tokens, hidden].
 
-    `x` is BF16 [tokens, hidden], `chosen` integers and `gates` FP32 [tokens, k]. Weights are those of gate above up,
-    [experts, 2 m, hidden], and of down, [experts, hidden, m], with sides of multiples of 128.
-    """
+    `x` is BF16 [tokens, hidden], `chosen` integers and `gates` FP32 [tokens, k]. Weights are gate above up, [experts, 2
+    m, hidden], and down, [experts, hidden, m], with sides of multiples of 128."""
     gate_up, down = weights
     rows = group_rows(chosen, len(gate_up[0]))
     inputs = gathered_codes(quantisers.inputs(x), rows.tokens)

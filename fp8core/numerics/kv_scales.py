@@ -18,10 +18,8 @@ TALLY = 4
 
 @with_kernel("magnitudes")
 def tally(into: Tensor, x: Tensor, valid: Tensor, limit: float) -> None:
-    """Add the magnitudes of the valid tokens' elements to a tally, int64 [TALLY], without waiting for a GPU.
-
-    `x`: FP32 or BF16 [B, heads, T, d]; `valid`: bool [B, T]; magnitudes above `limit` are counted as saturated.
-    """
+    """Add FP32 or BF16 [B, heads, T, d] to a tally, int64 [TALLY], where `valid`, bool [B, T], is true. Magnitudes
+    above `limit` are saturated."""
     magnitudes = x.detach().abs().float().masked_fill(~valid[:, None, :, None], 0.0)
     # The patterns of magnitudes are ordered as they are, and those of NaN are the largest.
     into[AMAX] = torch.maximum(into[AMAX], magnitudes.view(torch.int32).amax())
@@ -42,23 +40,19 @@ class LayerScales:
 
 
 Scales = Sequence[LayerScales]
-"""Of all layers, by layer; none where attention has none."""
+"""By layer; none where attention has none."""
 
 
 @dataclass(frozen=True)
 class LayerAmax:
-    """Magnitudes of one layer that scales shall cover."""
-
     q: float
     k: float
     v: float
 
 
 class KvStatistics:
-    """Streams amax and saturation of Q, K and V per layer over the valid tokens of many batches.
-
-    The split into batches and their order change nothing. Tallies stay on the device until they are read.
-    """
+    """Amax and saturation of Q, K and V per layer over valid tokens, whatever the batches; on the device until they are
+    read."""
 
     def __init__(self, num_layers: int, device: torch.device | str = "cpu") -> None:
         self._tallies = torch.zeros(num_layers, 3, TALLY, dtype=torch.int64, device=device)
@@ -76,18 +70,16 @@ class KvStatistics:
             tally(into, x, valid, limit)
 
     def combine(self, largest: Callable[[Tensor], object], total: Callable[[Tensor], object]) -> None:
-        """Make them those of several processes, by two reductions in place of int64 tensors."""
+        """Make them those of several processes, by two reductions in place."""
         amax = self._tallies[..., AMAX].contiguous()
         largest(amax)
         total(self._tallies)
         self._tallies[..., AMAX] = amax
 
     def amax(self) -> list[LayerAmax]:
-        """Largest magnitude per layer; at least one token must have been observed."""
         return [LayerAmax(*row) for row in self._read()[..., AMAX].to(torch.int32).view(torch.float32).tolist()]
 
     def saturated_share(self) -> float:
-        """Share of elements beyond the scales they were observed with (none without scales); needs tokens as `amax`."""
         tallies = self._read()
         return int(tallies[..., SATURATED].sum()) / int(tallies[..., ELEMENTS].sum())
 
@@ -98,7 +90,6 @@ class KvStatistics:
 
 
 def average_amax(previous: list[LayerAmax], current: list[LayerAmax], weight: float) -> list[LayerAmax]:
-    """weight * previous + (1 - weight) * current, layer by layer."""
     assert len(previous) == len(current), "calibration of another model"
     return [
         LayerAmax(*(weight * old + (1 - weight) * new for old, new in ((p.q, c.q), (p.k, c.k), (p.v, c.v))))
@@ -113,7 +104,7 @@ def scales_from_statistics(amax: list[LayerAmax], margin: float, rule: ScaleRule
 
 
 def scale_distance(used: Sequence[LayerScales], fresh: Sequence[LayerScales]) -> float:
-    """Mean |log2(used / fresh)| over layers and Q, K and V: 0 where they agree, 1 where all are twice as large."""
+    """Mean |log2(used / fresh)|: 1 where all are twice as large."""
     assert len(used) == len(fresh), "scales of another model"
     pairs = [(getattr(u, name), getattr(f, name)) for u, f in zip(used, fresh, strict=True) for name in "qkv"]
     return math.fsum(abs(math.log2(u / f)) for u, f in pairs) / len(pairs)

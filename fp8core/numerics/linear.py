@@ -4,9 +4,7 @@
     dgrad   dX = dY W      dY in groups along `out`,     the same W tiles, transposed
     wgrad   dW = dY^T X    dY and X in groups along the tokens, quantised from the high-precision tensors
 
-Every operand is E4M3, forward and backward (DeepSeek-V3, arXiv 2412.19437, section 3.3), in the groups of a recipe.
-Values between layers are BF16, held in FP32. A weight arrives quantised.
-"""
+Every operand is E4M3 (DeepSeek-V3, arXiv 2412.19437, section 3.3). Values between layers are BF16, held in FP32."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,16 +14,14 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.e4m3 import decode, quantise_columns, quantise_rows
-from fp8core.numerics.gemm import block_gemm, row_peak, row_spans, scaled_gemm, sliced_gemm, spanned_gemm
+from fp8core.numerics.gemm import block_gemm, scaled_gemm, sliced_gemm
 from fp8core.numerics.recipe import TILE, Grouping, Recipe
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight as it is stored and shipped: E4M3 codes with tile scales, or a plain BF16 or FP32 tensor.
-
-    `values` are [out, in], float8_e4m3fn with `scales`, FP32 [ceil(out / tile rows), ceil(in / tile columns)].
-    """
+    """Plain BF16 or FP32 [out, in], or E4M3 codes with `scales`, FP32 [ceil(out / tile rows), ceil(in / tile
+    columns)]."""
 
     values: Tensor
     scales: Tensor | None = None
@@ -40,14 +36,13 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class LinearWeight:
-    """Weights of one or several linears that read the same input, stacked along `out`, ready to multiply.
+    """Weights of linears that read the same input, stacked along `out`, ready to multiply.
 
     Attributes:
         values: [out, in], E4M3 codes for block FP8, else FP32.
         row_scales: FP32 [out, tiles along `in`], or None.
         dequantised: FP64 [out, in].
-        master: FP32 [out, in] that receives the gradient, or None in inference.
-    """
+        master: FP32 [out, in] that receives the gradient, or None in inference."""
 
     values: Tensor
     row_scales: Tensor | None
@@ -59,19 +54,9 @@ class LinearWeight:
         """FP32 [out, in]; on the E4M3 grid for block FP8."""
         return self.values if self.row_scales is None else decode(self.values)
 
-    @cached_property
-    def peak(self) -> float:
-        assert self.row_scales is not None, "no codes have no last bit"
-        return row_peak(self.row_scales)
-
-    @cached_property
-    def transposed_peak(self) -> float:
-        assert self.row_scales is not None, "no codes have no last bit"
-        return row_peak(self.row_scales.t())
-
 
 class LinearFormat:
-    """A linear layer, by default with gradients that are FP32 products."""
+    """By default with gradients that are FP32 products."""
 
     name: str
 
@@ -91,7 +76,7 @@ class LinearFormat:
 
 
 def load_weight(parts: list[StoredWeight]) -> LinearWeight:
-    """Stack stored weights of equal inputs and tiles (q, k, v; gate, up) into one ready to multiply."""
+    """Stack stored weights of equal inputs and tiles into one ready to multiply."""
     if all(part.scales is None for part in parts):
         plain = torch.cat([part.values.float() for part in parts])
         return LinearWeight(plain, None, plain.double(), master=None)
@@ -124,13 +109,13 @@ def dequantise_rows(grid: Tensor, scales: Tensor, grouping: Grouping) -> Tensor:
 
 
 def fprop(x: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
-    """Y = X W^T in block FP8, BF16 values in FP32 [tokens, out]; a row depends on its own row of X alone."""
+    """Y = X W^T, BF16 values in FP32 [tokens, out]; a row depends on its own row of X alone."""
     assert weight.row_scales is not None
     groups, tiles = recipe.activations, recipe.weights
     assert groups.columns == tiles.columns, "both operands have the same blocks of the contraction"
     rows = quantise_rows(x, groups)
     if tiles.rule == "pow2":
-        product = _product(rows, groups, weight.dequantised, weight.peak)
+        product = _product(rows, groups, weight.dequantised)
     else:
         product = block_gemm(*rows, weight.grid, weight.row_scales, groups.columns)
     return product.to(torch.bfloat16).float()
@@ -141,30 +126,21 @@ def dgrad(grad: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
     groups, transposed = recipe.gradients, weight.dequantised.t()
     rows = quantise_rows(grad, groups)
     if recipe.weights.rule == "pow2":
-        return _product(rows, groups, transposed, weight.transposed_peak).float()
+        return _product(rows, groups, transposed).float()
     return scaled_gemm(dequantise_rows(*rows, groups), transposed, groups.columns).float()
 
 
 def wgrad(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
     """dW = dY^T X with both operands in groups along the tokens, zero rows after the last; FP32 [out, in]."""
-    groups = recipe.tokens
-    left, (x_grid, x_scales) = quantise_columns(grad, groups), quantise_columns(x, groups)
-    right = dequantise_rows(x_grid, x_scales, groups)
-    if groups.rule == "pow2":
-        return _product(left, groups, right, row_peak(x_scales)).float()
-    return scaled_gemm(dequantise_rows(*left, groups), right, groups.columns).float()
+    left, right = (dequantise_rows(*quantise_columns(each, recipe.tokens), recipe.tokens) for each in (grad, x))
+    return scaled_gemm(left, right, recipe.tokens.columns).float()
 
 
-def _product(left: tuple[Tensor, Tensor], groups: Grouping, right: Tensor, peak: float) -> Tensor:
-    """left @ right^T, FP64, of a grid with its scales and of FP64 values whose scales are powers of two.
-
-    `peak` is the latter's `gemm.row_peak`.
-    """
-    grid, scales = left
+def _product(left: tuple[Tensor, Tensor], groups: Grouping, right: Tensor) -> Tensor:
+    """left @ right^T, FP64, of a grid with its scales and of FP64 values whose scales are powers of two."""
     if groups.rule == "fp32":
-        return block_gemm(grid, scales, right, None, groups.columns)
-    spans = row_spans(grid, scales, groups.columns)
-    return spanned_gemm(dequantise_rows(grid, scales, groups), right, spans, peak, groups.columns)
+        return block_gemm(*left, right, None, groups.columns)
+    return scaled_gemm(dequantise_rows(*left, groups), right, groups.columns)
 
 
 class _Linear(torch.autograd.Function):
@@ -182,7 +158,7 @@ class _Linear(torch.autograd.Function):
 
 
 class Bf16Linear(LinearFormat):
-    """BF16 operands and output. FP64 accumulation: order changes a result with probability about 2^-40."""
+    """FP64 accumulation: another order changes a result with probability about 2^-40."""
 
     name = "bf16"
 
@@ -191,7 +167,7 @@ class Bf16Linear(LinearFormat):
 
 
 class ExactFp32Linear(LinearFormat):
-    """FP32 operands and output, accumulated so that no order of summation shows: FP32 as a side of a contract."""
+    """No order of summation shows: FP32 as a side of a contract."""
 
     name = "fp32"
 
@@ -200,7 +176,7 @@ class ExactFp32Linear(LinearFormat):
 
 
 class Fp32Linear(LinearFormat):
-    """Products of `transformers` with FP32 weights: FP32 accumulation, in an order that depends on the batch."""
+    """Products of `transformers`: FP32 accumulation, in an order that depends on the batch."""
 
     name = "fp32"
 
@@ -209,7 +185,7 @@ class Fp32Linear(LinearFormat):
 
 
 class Fp8ForwardLinear(LinearFormat):
-    """Block FP8 forward; backward from the dequantised weight and the high-precision input, in FP32."""
+    """Block FP8 forward; backward in FP32 from the dequantised weight and the unrounded input."""
 
     name = "fp8_block"
 
@@ -224,8 +200,6 @@ class Fp8ForwardLinear(LinearFormat):
 
 
 class Fp8BlockLinear(Fp8ForwardLinear):
-    """Block FP8 in all three GEMMs."""
-
     def input_gradient(self, grad: Tensor, weight: LinearWeight) -> Tensor:
         return dgrad(grad.contiguous(), weight, self.recipe)
 

@@ -1,18 +1,15 @@
 """Logits and log-probabilities that do not depend on the batch they are computed in.
 
-The head multiplies BF16 hidden states by BF16 weights on fixed-point grids (`numerics.gemm.align_rows`). So FP32 logits
-are equal for any batch; the normaliser is a sum of fixed-point numbers. Temperature divides the logits.
+The head multiplies BF16 hidden states by BF16 weights on fixed-point grids (`gemm.align_rows`). So FP32 logits are
+equal for any batch; the normaliser is a sum of fixed-point numbers. Temperature divides the logits. Top-k and top-p
+(`Truncation`) leave some tokens, whose probabilities are normalised anew. Others have the log-prob -inf and no part in
+entropy and gradient.
 
-Top-k and top-p (`Truncation`) leave a part of the vocabulary, and what is left is normalised anew. Engine and trainer
-apply one rule to their own logits. Tokens that are left out have the log-prob -inf and no part in the entropy and the
-gradient.
-
-`chunked_logprobs` never holds the logits of all tokens: it runs over the tokens in chunks, forward and backward.
-"""
+`chunked_logprobs` runs over the tokens in chunks, forward and backward, and never holds the logits of all."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +27,8 @@ _LOWEST = -1e60
 
 @dataclass(frozen=True)
 class HeadWeight:
-    """The output head, ready to multiply.
-
-    Attributes:
-        values: FP32 [vocabulary, hidden].
-        aligned: FP64 [vocabulary, hidden] on fixed-point grids.
-        master: FP32 parameter that receives the gradient, or None in inference.
-    """
+    """`values`: FP32 [vocabulary, hidden]; `aligned`: FP64, on fixed-point grids; `master`: FP32, receives the
+    gradient, or None in inference."""
 
     values: Tensor
     aligned: Tensor
@@ -47,30 +39,34 @@ class HeadWeight:
 class Truncation:
     """The part of the vocabulary that is sampled from, found anew at each position.
 
-    Tokens are ordered by logit, the highest first, and equal ones by their id, the lowest first. The first `top_k`
-    (None: all) are left. Of these, a token is left while the probability of those before it is below `top_p`, so one is
-    at least. Probabilities are those after top-k, in units of 2^-34 of the largest, whose sums are exact in any order.
-    """
+    Tokens are ordered by logit, and equal ones by their id. The first `top_k` (None: all) are left. Of these, a token
+    is left while the probability of those before it is below `top_p`. Probabilities are those after top-k, in units of
+    2^-34 of the largest, whose sums are exact in any order."""
 
     top_k: int | None
     top_p: float
 
     @classmethod
     def of(cls, top_k: int | None, top_p: float) -> "Truncation | None":
-        """None where all tokens are left."""
         return None if top_k is None and top_p == 1 else cls(top_k, top_p)
 
 
-class HeadFormat(Protocol):
+@dataclass(frozen=True)
+class HeadFormat:
+    """A BF16 head; `output` is what logits are rounded to."""
+
     name: str
+    output: torch.dtype
 
     def logits(self, hidden: Tensor, head: HeadWeight) -> Tensor:
         """FP32 [tokens, vocabulary]."""
-        ...
+        return aligned_gemm(hidden, head.aligned).to(self.output).float()
+
+
+FP32_HEAD, BF16_HEAD = HeadFormat("fp32", torch.float32), HeadFormat("bf16", torch.bfloat16)
 
 
 def load_head(values: Tensor) -> HeadWeight:
-    """Make a head ready, without a master."""
     full = values.float()
     aligned, bits = torch.empty(full.shape, dtype=torch.float64), alignment_bits(full.shape[1])
     for rows, piece in zip(aligned.split(_HEAD_ROWS), full.split(_HEAD_ROWS), strict=True):
@@ -78,24 +74,8 @@ def load_head(values: Tensor) -> HeadWeight:
     return HeadWeight(full, aligned, master=None)
 
 
-class Fp32Head:
-    name = "fp32"
-
-    def logits(self, hidden: Tensor, head: HeadWeight) -> Tensor:
-        return aligned_gemm(hidden, head.aligned).float()
-
-
-class Bf16Head:
-    """BF16 weights, BF16 output (held in FP32)."""
-
-    name = "bf16"
-
-    def logits(self, hidden: Tensor, head: HeadWeight) -> Tensor:
-        return aligned_gemm(hidden, head.aligned).to(torch.bfloat16).float()
-
-
 def truncate(logits: Tensor, temperature: float, truncation: Truncation | None) -> Tensor:
-    """Logits with -inf for the tokens that are left out, [tokens, vocabulary]; as they are without truncation."""
+    """Logits with -inf for the tokens that are left out, [tokens, vocabulary]."""
     if truncation is None:
         return logits
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
@@ -111,10 +91,8 @@ def truncate(logits: Tensor, temperature: float, truncation: Truncation | None) 
 
 @with_kernel("softmax")
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """FP64 log-probabilities of the tempered distribution, [tokens, vocabulary], within vocabulary * 2^-35 of exact.
-
-    On a GPU they are FP32, of FP32's accuracy.
-    """
+    """FP64 [tokens, vocabulary] of the tempered distribution, within vocabulary * 2^-35; on a GPU FP32, of FP32's
+    accuracy."""
     scaled = logits.double() / temperature
     shifted = scaled - scaled.amax(-1, keepdim=True)
     return shifted - to_fixed_point(shifted.exp(), _SUM_BITS).sum(-1, keepdim=True).log()
@@ -122,7 +100,7 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 @with_kernel("softmax")
 def token_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target, int64 [tokens], as of `log_softmax`, and entropy of each distribution; FP32 [tokens]."""
+    """Log-prob of each target, int64 [tokens], and entropy of each distribution; FP32 [tokens]."""
     logp = log_softmax(logits, temperature)
     chosen = logp.gather(-1, targets[:, None]).squeeze(-1).float()
     return chosen, -(logp.exp() * logp.clamp_min_(_LOWEST)).sum(-1).float()
@@ -137,14 +115,27 @@ def logit_slopes(
     gradients: tuple[Tensor | None, Tensor | None],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient by the logits, [tokens, vocabulary], from `gradients` of log-probs and entropies, FP32 [tokens] or None;
-    `entropy` is that of `token_statistics`."""
-    scaled = (None if g is None else g / temperature for g in gradients)
-    return logit_gradient(log_softmax(logits, temperature), targets, *scaled).to(dtype)
+    """Gradient by the logits, [tokens, vocabulary]: (grad * (1[target] - p) - grad_entropy * p * (log p + H)) /
+    temperature.
+
+    `gradients` are those of log-probs and of entropies, [tokens] or None; `entropy`, H, is that of `token_statistics`.
+    """
+    grad, grad_entropy = (None if g is None else g / temperature for g in gradients)
+    logp, flatter = log_softmax(logits, temperature), None
+    if grad_entropy is not None:
+        p = logp.exp()
+        negative_entropy = (p * logp.clamp_min_(_LOWEST)).sum(-1, keepdim=True)
+        flatter = p.mul_((logp - negative_entropy).mul_(-grad_entropy[:, None]))
+    if grad is None:
+        return torch.zeros_like(logp, dtype=dtype) if flatter is None else flatter.to(dtype)
+    p = logp.exp_()
+    p[torch.arange(len(p), device=p.device), targets] -= 1
+    p.mul_(-grad[:, None])
+    return (p if flatter is None else p.add_(flatter)).to(dtype)
 
 
 class ChunkedHead(ABC):
-    """A head, its temperature and its truncation, as `chunked_logprobs` multiplies with it.
+    """A head as `chunked_logprobs` multiplies with it.
 
     Attributes:
         chunk_elements: logits that are held at once.
@@ -158,14 +149,17 @@ class ChunkedHead(ABC):
         self.weight, self.temperature, self.truncation = weight, temperature, truncation
 
     @abstractmethod
-    def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """FP32 log-probs of the targets and entropies."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """FP32 [tokens, vocabulary]."""
 
-    @abstractmethod
+    def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return token_statistics(self._truncated(hidden), targets, self.temperature)
+
     def slopes(
-        self, hidden: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
+        self, hidden: Tensor, targets: Tensor, entropy: Tensor, gradients: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
-        """Gradient by the logits, in the format of the products; `grad` and `grad_entropy` as for `logit_gradient`."""
+        """As `logit_slopes`, in the format of the products."""
+        return logit_slopes(self._truncated(hidden), targets, entropy, self.temperature, gradients, self.weight.dtype)
 
     @abstractmethod
     def add_weight_gradient(self, total: Tensor, slopes: Tensor, hidden: Tensor) -> None:
@@ -180,6 +174,9 @@ class ChunkedHead(ABC):
 
     def returned(self, grad_weight: Tensor) -> Tensor:
         return grad_weight
+
+    def _truncated(self, hidden: Tensor) -> Tensor:
+        return truncate(self.logits(hidden), self.temperature, self.truncation)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -208,8 +205,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden, dtype=head.partial_dtype)
         grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in _chunks(head, len(targets)):
-            given = (None if g is None else g[part] for g in (grad, grad_entropy))
-            slopes = head.slopes(hidden[part], targets[part], entropy[part], *given)
+            given = (None if grad is None else grad[part], None if grad_entropy is None else grad_entropy[part])
+            slopes = head.slopes(hidden[part], targets[part], entropy[part], given)
             grad_hidden[part] = head.hidden_gradient(slopes)
             if grad_weight is not None:
                 head.add_weight_gradient(grad_weight, slopes, hidden[part])
@@ -222,8 +219,7 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, FP32 [tokens], in nats, both differentiable.
 
-    `hidden` is [tokens, hidden], after the final norm; `master` receives the gradient of the head's weight.
-    """
+    `hidden` is [tokens, hidden], after the final norm; `master` receives the gradient of the head's weight."""
     logprobs, entropy = _ChunkedLogprobs.apply(hidden, master, head, targets)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
@@ -235,20 +231,17 @@ class ExactHead(ChunkedHead):
         super().__init__(head.values, temperature, truncation)
         self._head, self._form = head, form
 
-    def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_statistics(self._logits(hidden), targets, self.temperature)
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._form.logits(hidden, self._head)
 
     def slopes(
-        self, hidden: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
+        self, hidden: Tensor, targets: Tensor, entropy: Tensor, gradients: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
-        wide = None if grad is None else grad.double(), None if grad_entropy is None else grad_entropy.double()
-        return logit_slopes(self._logits(hidden), targets, entropy, self.temperature, wide, self.weight.dtype)
+        grad, grad_entropy = (None if g is None else g.double() for g in gradients)
+        return super().slopes(hidden, targets, entropy, (grad, grad_entropy))
 
     def add_weight_gradient(self, total: Tensor, slopes: Tensor, hidden: Tensor) -> None:
         total += slopes.t() @ hidden
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return truncate(self._form.logits(hidden, self._head), self.temperature, self.truncation)
 
 
 def token_logprobs(
@@ -263,25 +256,6 @@ def token_logprobs(
     return chunked_logprobs(hidden, head.master, ExactHead(head, form, temperature, truncation), targets)
 
 
-def logit_gradient(logp: Tensor, targets: Tensor, grad: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
-    """Gradient by the tempered logits: grad * (1[target] - p) - grad_entropy * p * (log p + H), H the entropy.
-
-    `logp`, [tokens, vocabulary], is overwritten. `grad`, of the targets' log-probs, and `grad_entropy` are [tokens] or
-    None.
-    """
-    flatter = None
-    if grad_entropy is not None:
-        p = logp.exp()
-        negative_entropy = (p * logp.clamp_min_(_LOWEST)).sum(-1, keepdim=True)
-        flatter = p.mul_((logp - negative_entropy).mul_(-grad_entropy[:, None]))
-    if grad is None:
-        return torch.zeros_like(logp) if flatter is None else flatter
-    p = logp.exp_()
-    p[torch.arange(len(p), device=p.device), targets] -= 1
-    p.mul_(-grad[:, None])
-    return p if flatter is None else p.add_(flatter)
-
-
 def _chunks(head: ChunkedHead, tokens: int) -> list[slice]:
     size = max(1, head.chunk_elements // len(head.weight))
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)] or [slice(0, 0)]
@@ -293,10 +267,8 @@ _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
 
 
 def uniform(seeds: Tensor, position: int | Tensor) -> Tensor:
-    """Uniform FP64 numbers in [0, 1) with 53 random bits, by SplitMix64 (Steele et al., OOPSLA 2014).
-
-    `seeds`: int64 [B]; `position`: index of the token within its completion, of all or int64 [B].
-    """
+    """Uniform FP64 numbers in [0, 1) with 53 random bits, by SplitMix64 (Steele et al., OOPSLA 2014). Of int64 [B] and
+    the place of the token within its completion, one or int64 [B]."""
     z = seeds + (position + 1) * torch.tensor(_GOLDEN)
     z = (z ^ _shift_right(z, 30)) * _MIX_1
     z = (z ^ _shift_right(z, 27)) * _MIX_2
@@ -318,18 +290,16 @@ def drawn_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, places: Te
     """The token of each row that `sample` chooses by the row's `uniform` number, int64 [B], and its log-prob, FP32 [B].
 
     Of logits, FP32 [B, V], temperatures above 0, FP32 [B], seeds and places in sequences, int64 [B]. On a GPU
-    exponentials are FP32: a row has another token where its number is within FP32's rounding of the sum that ends one.
-    """
+    exponentials are FP32: where the number is that near to the sum that ends a token, another one is chosen."""
     logprobs = log_softmax(logits / temperatures[:, None], 1.0)
     tokens = sample(logprobs, uniform(seeds, places))
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
 
 
 def greedy(logprobs: Tensor) -> Tensor:
-    """The most likely token, the first of several."""
     return logprobs.argmax(-1)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's is arithmetic)."""
+    """Logical, of int64; torch's is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,8 +1,7 @@
 """The weight of a linear with a LoRA adapter (arXiv 2106.09685), W + factor * B A, and the gradients of A and B.
 
-The products of an element, exact in FP64, are added in the order of the rank. The factor multiplies the sum, W is
-added, and the result is rounded to FP32 once. The bytes are the same on every device and for any cut into rows.
-"""
+The products of an element, exact in FP64, are added in the order of the rank. Times the factor and plus W the sum is
+rounded to FP32 once. The bytes are the same on every device and for any cut into rows."""
 
 from typing import Any
 
@@ -17,10 +16,8 @@ _CHUNK = 1 << 15
 
 @with_kernel("lora")
 def merged_weight(base: Tensor, left: Tensor, right: Tensor, factor: float) -> Tensor:
-    """W + factor * B A, FP32, of W, BF16 or FP32 [out, in], B, FP32 [out, rank], and A, FP32 [rank, in].
-
-    W and B may be the same rows of the whole; the factor is alpha / rank.
-    """
+    """FP32 from W, BF16 or FP32 [out, in], B, FP32 [out, rank], and A, FP32 [rank, in]. W and B may be the same rows of
+    the whole."""
     merged = torch.empty_like(base, dtype=torch.float32)
     step, wide = max(1, _CHUNK // base.shape[1]), right.double()
     for start in range(0, len(base), step):
@@ -35,7 +32,7 @@ def merged_weight(base: Tensor, left: Tensor, right: Tensor, factor: float) -> T
 
 
 def adapter_gradients(gradient: Tensor, left: Tensor, right: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Of B and A, FP32 like them, from the gradient of the merged weight, FP32 [out, in]."""
+    """Of B and A, from the gradient of the merged weight, FP32 [out, in]."""
     return (gradient @ right.t()).mul_(factor), (left.t() @ gradient).mul_(factor)
 
 

@@ -6,10 +6,8 @@
     gradients     dX = dY W      1 x 128 along `out`       FP32
     tokens        dW = dY^T X    128 x 1 along the tokens  powers of two
 
-Under an FP32 scale the largest element of a group, which carries nearly all of it in activations of pretrained
-decoders, has no error. Groups of tokens have powers of two: a gradient of a weight then does not depend on how tokens
-are packed (docs/results/accuracy.md).
-"""
+Under an FP32 scale the largest element of a group, which carries nearly all of it in pretrained decoders, has no error.
+Groups of tokens have powers of two: a gradient of a weight then does not depend on how tokens are packed."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,7 +16,7 @@ E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10
 GRADIENT_FLOOR = E4M3_MAX * 2.0**-126
 TILE = 128
-"""Elements of a group of every shipped recipe, the one that Hopper's block-FP8 products take."""
+"""Elements of a group that Hopper's block-FP8 products take."""
 
 ScaleRule = Literal["pow2", "fp32"]
 RecipeName = Literal["fp32_activations", "pow2", "fp32"]
@@ -32,9 +30,8 @@ class Grouping:
 
     Attributes:
         rows, columns: of a group; the last ones of a matrix may be smaller.
-        rule: `pow2`, 2^ceil(log2(amax / 448)), or `fp32`, amax / 448.
-        floor: least amax that counts.
-    """
+        rule: `pow2`, 2^ceil(log2(amax / 448)), as torch, vLLM and Transformer Engine have it; `fp32`, amax / 448.
+        floor: least amax that counts."""
 
     rows: int
     columns: int
@@ -47,12 +44,10 @@ class Recipe:
     """Groups of every operand, and what stays in 16 bits.
 
     Attributes:
-        name: `precision.scale_rule`.
-        activations, weights, gradients, tokens: see the table above; `tokens` are 1 x n of the transposed operands.
-        cache: rule of the scales of K and V in the cache, and of Q where its products are E4M3.
+        tokens: 1 x n of the transposed operands.
+        cache: rule of the scales of K and V, and of Q where its products are E4M3.
         attention: products over an FP8 cache.
-        bf16_first_layers, bf16_last_layers: decoder layers whose linears stay in BF16.
-    """
+        bf16_first_layers, bf16_last_layers: whose linears stay in BF16."""
 
     name: str
     activations: Grouping
@@ -65,15 +60,12 @@ class Recipe:
     bf16_last_layers: int = 0
 
     def in_fp8(self, layer: int, layers: int) -> bool:
-        """True for layers whose linears are not left in BF16."""
         return self.bf16_first_layers <= layer < layers - self.bf16_last_layers
 
 
 def block_recipe(name: RecipeName, rows: ScaleRule, others: ScaleRule, attention: AttentionProducts) -> Recipe:
-    """1 x 128 groups and 128 x 128 tiles, as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3).
-
-    `rows` is the rule of activations and gradients, `others` that of everything else.
-    """
+    """1 x 128 groups and 128 x 128 tiles (DeepSeek-V3, arXiv 2412.19437, section 3.3); `rows`: the rule of activations
+    and gradients."""
     return Recipe(
         name=name,
         activations=Grouping(1, TILE, rows),
@@ -89,11 +81,9 @@ FP32_ACTIVATIONS = block_recipe("fp32_activations", "fp32", "pow2", "fp16_over_f
 POW2 = block_recipe("pow2", "pow2", "pow2", "fp8")
 FP32 = block_recipe("fp32", "fp32", "fp32", "fp8")
 RECIPES: dict[RecipeName, Recipe] = {"fp32_activations": FP32_ACTIVATIONS, "pow2": POW2, "fp32": FP32}
-"""By the name that `precision.scale_rule` has."""
 
 
 def recipe_of(name: RecipeName, attention: AttentionProducts | None, bf16_layers: tuple[int, int] = (0, 0)) -> Recipe:
-    """The named recipe, with other products in attention (None: its own) and first and last layers in BF16."""
     recipe, (first, last) = RECIPES[name], bf16_layers
     return replace(
         recipe,

@@ -10,10 +10,16 @@ from torch.nn.attention.varlen import varlen_attn
 
 from fp8core.kernels import attention
 from fp8core.kernels.attention_backward import flash_gradients
-from fp8core.numerics.attention import QUERY_TYPES
+from fp8core.numerics.attention import FP8_CACHE_FORMS, QUERY_TYPES
 from fp8core.numerics.fused import HeadLayout, head_gradients, head_values, heads_of, limits_of
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed import DevicePack, Fp8PackedAttention, PackedSequences
+from fp8core.numerics.packed import (
+    DevicePack,
+    PackedAttention,
+    PackedSequences,
+    packed_attention,
+    packed_attention_backward,
+)
 from fp8core.numerics.recipe import AttentionProducts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
@@ -86,9 +92,9 @@ def test_the_gradient_of_fp8_is_that_of_the_values_its_codes_stand_for(
     qkv: Tensor, pack: DevicePack, upstream: Tensor, products: AttentionProducts
 ) -> None:
     """Nearly as near to FP64 as FlashAttention's own, whose forward has unrounded weights."""
-    form = Fp8PackedAttention(products, 4096)
-    attended = form.forward(qkv, LAYOUT, pack, SCALES)
-    found = form.backward(upstream, qkv, attended.for_backward, LAYOUT, pack, SCALES)
+    form = PackedAttention(FP8_CACHE_FORMS[products], 4096)
+    attended = packed_attention(qkv, LAYOUT, pack, form, SCALES)
+    found = packed_attention_backward(upstream, qkv, attended.for_backward, LAYOUT, pack, form, SCALES)
     expected = exact_gradient(qkv, pack, upstream, products)
     values = head_values(qkv, LAYOUT, SCALES, products)
     flash = flash_gradients(upstream, values, attention._flash_attention(values, pack), pack)

@@ -206,14 +206,17 @@ class _ShardedHead(ChunkedHead):
         super().__init__(weight, temperature)
         self._share = share
 
-    def _logprobs(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """FP32 [tokens, rows], -inf in the rows of padding."""
         share, transposed = self._share, self.weight.t()
         logits = (hidden @ transposed).float() if share.form == "bf16" else _fp32_product(hidden, transposed)
         logits[:, max(0, share.size - share.first) :] = -torch.inf
-        logits.div_(self.temperature)
+        return logits
+
+    def _logprobs(self, hidden: Tensor) -> Tensor:
+        logits = self.logits(hidden).div_(self.temperature)
         top = logits.amax(-1, keepdim=True)
-        all_reduce(top, ReduceOp.MAX, share.group)
+        all_reduce(top, ReduceOp.MAX, self._share.group)
         total = self.total((logits - top).exp_().sum(-1, keepdim=True))
         return logits.sub_(top + total.log())
 
@@ -225,10 +228,10 @@ class _ShardedHead(ChunkedHead):
         return chosen, -(logp.exp() * logp.clamp_min(-1e30)).sum(-1)
 
     def slopes(
-        self, hidden: Tensor, targets: Tensor, entropy: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
+        self, hidden: Tensor, targets: Tensor, entropy: Tensor, gradients: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
-        logp = self._logprobs(hidden)
-        flatter = None
+        grad, grad_entropy = gradients
+        logp, flatter = self._logprobs(hidden), None
         if grad_entropy is not None:
             # Of H by the logits, -p (log p + H); p log p is 0 where p is, as in the forward.
             above = logp.clamp_min(-1e30).add_(entropy[:, None])

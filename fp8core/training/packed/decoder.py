@@ -16,7 +16,13 @@ from fp8core.models.decoder import rotary_tables
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.fused import HeadLayout, Heads, add_norm_backward, heads_of, norm_rotate, norm_rotate_backward
 from fp8core.numerics.kv_scales import LayerScales, Scales
-from fp8core.numerics.packed import Attended, DevicePack, PackedAttention
+from fp8core.numerics.packed import (
+    Attended,
+    DevicePack,
+    PackedAttention,
+    packed_attention,
+    packed_attention_backward,
+)
 from fp8core.training.packed.adapted import PackedMasters
 from fp8core.training.packed.blocks import Blocks, BlockWeight, Filling, Norm, Operand, norm_only
 from fp8core.training.packed.masters import Stack, layer_stacks, units_of
@@ -128,8 +134,8 @@ class PackedLayer(nn.Module):
         output = blocks.kept_operand(kept.attended.out)[1] if kept.output is None else kept.output
         grad = self._collect("output", blocks.gradients, grad_total, output)
         first = self._first_half(kept.total, None, shared) if kept.first is None else kept.first
-        for_backward, scales = kept.attended.for_backward, shared.scales_of(self.index)
-        grad = shared.attention.backward(grad, first.rotated, for_backward, self._layout, shared.pack, scales)
+        attention = self._layout, shared.pack, shared.attention, shared.scales_of(self.index)
+        grad = packed_attention_backward(grad, first.rotated, kept.attended.for_backward, *attention)
         grad, *of_norms = norm_rotate_backward(grad, first.qkv, *self._rotation(shared))
         vectors |= {name: each for name, each in zip(_HEAD_NORMS, of_norms, strict=True) if each is not None}
         if "qkv_bias" in self._values:
@@ -180,7 +186,7 @@ class PackedLayer(nn.Module):
     def _attended(self, rotated: Tensor, shared: LayerContext) -> Attended:
         if shared.observe is not None:
             shared.observe(self.index, heads_of(rotated, self._layout))
-        return shared.attention.forward(rotated, self._layout, shared.pack, shared.scales_of(self.index))
+        return packed_attention(rotated, self._layout, shared.pack, shared.attention, shared.scales_of(self.index))
 
 
 def _fillings(stacks: Mapping[str, Stack], filled: Mapping[str, Stack]) -> dict[str, Filling]:

@@ -18,19 +18,17 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_files import StoredSpec, create_file, write_rows
 from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, stored_weights
 from fp8core.numerics.adamw import MOMENT_NAMES, AdamWStep, adamw
-from fp8core.numerics.attention import QUERY_TYPES, Bf16Attention
+from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.kv_scales import KvStatistics, Scales
+from fp8core.numerics.logprobs import chunked_logprobs
 from fp8core.numerics.packed import (
-    Bf16PackedAttention,
     DevicePack,
-    Fp8PackedAttention,
-    HeadOptions,
     PackedAttention,
+    PackedHead,
     PackedSequences,
     packed_length,
-    token_logprobs,
 )
 from fp8core.resources.memory import count_parameters
 from fp8core.rl.batch import TokenBatch
@@ -103,12 +101,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._decoder = PackedDecoder(arch, linears, device, recompute, keep)
         for name, collector in self._decoder.named_parameters():
             collector.requires_grad_(self._masters.collects(name))
-        bf16 = Bf16PackedAttention(Bf16Attention(formats.training.points.weights))
-        attention: dict[str, PackedAttention] = {
-            **{products: Fp8PackedAttention(products, formats.longest) for products in QUERY_TYPES},
-            "bf16": bf16,
-        }
-        self._attention, self._unscaled = attention[formats.training.layers[0].attention.name], bf16
+        bf16 = Bf16Attention(formats.training.points.weights)
+        forms = formats.training.layers[0].attention, bf16
+        self._attention, self._unscaled = (PackedAttention(form, formats.longest) for form in forms)
         self._gradients: dict[str, Tensor] = {}
         self._optimiser = InPlaceAdamW(self._masters.learnt(), training)
         tiles = sampled_tiles(learning_linears(self._masters.shapes, training.lora))
@@ -200,10 +195,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         with _deterministic(self._config.deterministic):
             hidden = self._hidden(pack, self._attention, scales, statistics)
             # Each written token is predicted by the position before it.
-            options = HeadOptions(_HEADS[self._formats.training.head.name], temperature, batch.truncation)
-            logprobs, entropy = token_logprobs(
-                hidden[pack.written - 1], self._decoder.head_weight()[0], weights, pack.tokens[pack.written], options
-            )
+            head = PackedHead(weights, self._formats.training.head.output, temperature, batch.truncation)
+            master, targets = self._decoder.head_weight()[0], pack.tokens[pack.written]
+            logprobs, entropy = chunked_logprobs(hidden[pack.written - 1], master, head, targets)
             return FlatScores(logprobs.cpu(), entropy.cpu())
 
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
@@ -327,9 +321,6 @@ def pass_cost(arch: Architecture, lengths: Sequence[int]) -> int:
     """Multiplications of a forward pass over sequences of these lengths, in its linears and in its attention."""
     multiplied, attended = count_parameters(arch).linear, arch.num_heads * arch.head_dim * arch.num_layers
     return sum(length * (multiplied + attended * length) for length in lengths)
-
-
-_HEADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @contextmanager

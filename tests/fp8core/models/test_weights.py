@@ -19,7 +19,7 @@ from fp8core.numerics.e4m3 import decode, quantise_tiles
 from fp8core.numerics.elementwise import keep_fp32
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp32Linear
-from fp8core.numerics.logprobs import Bf16Head, Fp32Head
+from fp8core.numerics.logprobs import BF16_HEAD, FP32_HEAD
 from fp8core.numerics.recipe import FP32, POW2
 
 TILES = [POW2.weights, FP32.weights]
@@ -98,7 +98,7 @@ def test_both_sides_follow_their_part_of_the_contract():
     assert kinds(training) == [Bf16Linear] * 2
     assert [type(layer.attention) for layer in rollout.layers] == [Fp16OverFp8Attention] * 2
     assert [type(layer.attention) for layer in training.layers] == [Bf16Attention] * 2
-    assert (type(rollout.head), type(training.head)) == (Bf16Head, Fp32Head)
+    assert (rollout.head, training.head) == (BF16_HEAD, FP32_HEAD)
 
 
 def test_the_reference_rounds_nothing_below_fp32():
@@ -106,7 +106,7 @@ def test_the_reference_rounds_nothing_below_fp32():
     assert kinds(formats) == [Fp32Linear] * 3
     assert formats.stored_names() == StoredNames.by_layer("fp32", "fp32", "fp32")
     assert [type(layer.attention) for layer in formats.layers] == [Fp32Attention] * 3
-    assert type(formats.head) is Fp32Head
+    assert formats.head == FP32_HEAD
     assert formats.rounding(torch.tensor(1 + 2**-20)).item() == 1 + 2**-20
     assert {rounding for place, rounding in vars(formats.points).items() if place != "name"} == {keep_fp32}
     assert rollout_formats(PrecisionContract(), 1).rounding(torch.tensor(1 + 2**-20)).item() == 1.0

@@ -15,11 +15,8 @@ from fp8core.numerics.gemm import (
     block_gemm,
     forward_gemm,
     input_gradient_gemm,
-    row_peak,
-    row_spans,
     scaled_gemm,
     sliced_gemm,
-    spanned_gemm,
     transpose,
     weight_gradient_gemm,
 )
@@ -66,38 +63,6 @@ def test_block_gemm_sums_each_block_exactly(random_grid, shape: tuple[int, int, 
     if rule == "pow2":
         scaled = scaled_gemm(dequantised(left, factors[0], block), dequantised(right, factors[1], block), block)
         assert torch.equal(scaled, product)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("spread", [1, 5, 9, 20])
-def test_spanned_gemm_is_block_gemm_bit_for_bit(random_grid, shape: tuple[int, int, int], spread: int) -> None:
-    m, n, k = shape
-    left, right = random_grid(m, k, 5), random_grid(n, k, 6)
-    # A group of zeros has the smallest scale there is, and a row of zeros has no other.
-    left[0], left[1::3, :128] = 0.0, 0.0
-    generator = torch.Generator().manual_seed(spread)
-    left_scales, right_scales = (
-        torch.ldexp(torch.ones(rows, math.ceil(k / 128)), torch.randint(0, width, (rows, 1), generator=generator))
-        for rows, width in ((m, spread), (n, 3))
-    )
-    exponents = torch.randint(0, spread, left_scales.shape, generator=generator)
-    left_scales = torch.ldexp(left_scales, exponents)
-    left_scales[0], left_scales[1::3, 0] = 2.0**-42, 2.0**-42
-    spans, peak = row_spans(left, left_scales), row_peak(right_scales)
-    product = spanned_gemm(dequantised(left, left_scales), dequantised(right, right_scales), spans, peak)
-    expected = block_gemm(left, left_scales, right, right_scales)
-    assert torch.equal(product.view(torch.int64), expected.view(torch.int64))
-
-
-def test_a_sum_that_is_not_exact_as_a_whole_is_added_by_blocks() -> None:
-    # Large terms cancel within their block, and would swallow those of the other one.
-    left, right = torch.full((3, 256), 2.0**-9), torch.ones(2, 256)
-    left[:, 128:192], left[:, 192:] = 448.0, -448.0
-    factors = torch.tensor([[1.0, 2.0**60], [1.0, 2.0**6], [1.0, 2.0**50]])
-    spans = row_spans(left, factors)
-    assert spans.tolist() == [128 + 128 * 448 * 2.0 ** (9 + exponent) for exponent in (60, 6, 50)]
-    product = spanned_gemm(dequantised(left, factors), right.double(), spans, row_peak(torch.ones(2, 2)))
-    assert product.tolist() == [[0.25] * 2] * 3
 
 
 # Fixed-point operands

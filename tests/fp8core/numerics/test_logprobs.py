@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8core.numerics import logprobs
-from fp8core.numerics.logprobs import Bf16Head, Fp32Head, HeadFormat, load_head, log_softmax, token_logprobs
+from fp8core.numerics.logprobs import BF16_HEAD, FP32_HEAD, HeadFormat, load_head, log_softmax, token_logprobs
 
 TEMPERATURES = [0.3, 1.0, 1.7]
 
@@ -68,7 +68,7 @@ def test_heads_round_the_exact_product_once(dtype: torch.dtype) -> None:
     x, weight, _ = random_case(20, 50, 64, seed=2)
     head = load_head(weight.to(dtype))
     exact = x.double() @ weight.double().t()
-    fp32, bf16 = Fp32Head().logits(x, head), Bf16Head().logits(x, head)
+    fp32, bf16 = FP32_HEAD.logits(x, head), BF16_HEAD.logits(x, head)
     assert fp32.dtype == bf16.dtype == torch.float32
     assert ((fp32 - exact).abs() <= 2.0**-22 * (x.double().abs() @ weight.double().abs().t())).all()
     assert torch.equal(bf16, bf16.bfloat16().float())
@@ -77,7 +77,7 @@ def test_heads_round_the_exact_product_once(dtype: torch.dtype) -> None:
     assert head.master is None
 
 
-@pytest.mark.parametrize("form", [Fp32Head(), Bf16Head()])
+@pytest.mark.parametrize("form", [FP32_HEAD, BF16_HEAD])
 @pytest.mark.parametrize("hidden", [64, 1000])
 def test_nothing_depends_on_the_batch(form: HeadFormat, hidden: int) -> None:
     x, weight, targets = random_case(64, 333, hidden, seed=3)
@@ -105,10 +105,10 @@ def gradients(
 def test_a_bf16_head_passes_the_gradient_of_its_rounded_logits() -> None:
     x, weight, targets = random_case(20, 50, 64, seed=9)
     upstream = torch.randn(20, generator=torch.Generator().manual_seed(10))
-    ours = gradients(x, weight, targets, upstream, Bf16Head(), 0.7)
+    ours = gradients(x, weight, targets, upstream, BF16_HEAD, 0.7)
     leaves = x.double().requires_grad_(), weight.double().requires_grad_()
     exact = leaves[0] @ leaves[1].t()
-    rounded = exact + (Bf16Head().logits(x, load_head(weight)).double() - exact).detach()
+    rounded = exact + (BF16_HEAD.logits(x, load_head(weight)).double() - exact).detach()
     logp = torch.log_softmax(rounded / 0.7, dim=-1).gather(-1, targets[:, None])[:, 0]
     for grad, theirs in zip(ours, torch.autograd.grad(logp, leaves, upstream.double()), strict=True):
         assert (grad - theirs).abs().max() <= 1e-5 * theirs.abs().max()
@@ -119,12 +119,12 @@ def test_a_bf16_head_passes_the_gradient_of_its_rounded_logits() -> None:
 def test_chunking_changes_nothing(monkeypatch: pytest.MonkeyPatch, tokens: int, elements: int) -> None:
     x, weight, targets = random_case(tokens, 50, 64, seed=12)
     upstream = torch.randn(tokens, generator=torch.Generator().manual_seed(13))
-    values = token_logprobs(x, load_head(weight), Fp32Head(), targets, 0.9)
-    grads = gradients(x, weight, targets, upstream, Fp32Head(), 0.9)
+    values = token_logprobs(x, load_head(weight), FP32_HEAD, targets, 0.9)
+    grads = gradients(x, weight, targets, upstream, FP32_HEAD, 0.9)
     monkeypatch.setattr(logprobs.ExactHead, "chunk_elements", elements)
-    for chunked, whole in zip(token_logprobs(x, load_head(weight), Fp32Head(), targets, 0.9), values, strict=True):
+    for chunked, whole in zip(token_logprobs(x, load_head(weight), FP32_HEAD, targets, 0.9), values, strict=True):
         assert torch.equal(chunked, whole)
-    for chunked, whole in zip(gradients(x, weight, targets, upstream, Fp32Head(), 0.9), grads, strict=True):
+    for chunked, whole in zip(gradients(x, weight, targets, upstream, FP32_HEAD, 0.9), grads, strict=True):
         assert (chunked - whole).abs().max() <= 1e-6 * whole.abs().max()
 
 
@@ -138,7 +138,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_the_plain_formula(
     x, weight, targets = random_case(40, 100, 64, seed=14)
     upstream = torch.randn(2, 40, generator=torch.Generator().manual_seed(15)) * torch.tensor(parts)[:, None]
     ours = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    found = token_logprobs(ours[0], replace(load_head(weight), master=ours[1]), Fp32Head(), targets, temperature)
+    found = token_logprobs(ours[0], replace(load_head(weight), master=ours[1]), FP32_HEAD, targets, temperature)
     theirs = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = plain(*theirs, targets, temperature)
     for value, exact in zip(found, expected, strict=True):
@@ -155,6 +155,6 @@ def test_logprobs_entropies_and_gradients_are_those_of_the_plain_formula(
 
 def test_a_frozen_head_passes_the_gradient_on() -> None:
     x, weight, targets = random_case(6, 20, 16, seed=15)
-    expected, _ = gradients(x, weight, targets, torch.ones(6), Fp32Head(), 1.0)
-    logp, _ = token_logprobs(x.requires_grad_(), load_head(weight), Fp32Head(), targets, 1.0)
+    expected, _ = gradients(x, weight, targets, torch.ones(6), FP32_HEAD, 1.0)
+    logp, _ = token_logprobs(x.requires_grad_(), load_head(weight), FP32_HEAD, targets, 1.0)
     assert torch.equal(torch.autograd.grad(logp.sum(), x)[0], expected)

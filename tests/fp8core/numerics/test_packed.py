@@ -20,13 +20,10 @@ from fp8core.numerics.attention import (
 )
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.logprobs import Bf16Head, Fp32Head, load_head, token_logprobs
+from fp8core.numerics.logprobs import BF16_HEAD, FP32_HEAD, chunked_logprobs, load_head, token_logprobs
 from fp8core.numerics.packed import (
     PAGE,
-    Bf16PackedAttention,
     DevicePack,
-    Fp8PackedAttention,
-    HeadOptions,
     PackedSequences,
     packed_length,
 )
@@ -35,10 +32,7 @@ from fp8core.numerics.recipe import AttentionProducts
 CPU = torch.device("cpu")
 LAYOUT = HeadLayout(query_heads=4, kv_heads=2, head_dim=16)
 SCALES = LayerScales(q=0.0625, k=0.03125, v=0.125)
-FORMS = {
-    "bf16": (Bf16PackedAttention(Bf16Attention()), Bf16Attention()),
-    **{products: (Fp8PackedAttention(products, 4096), FP8_CACHE_FORMS[products]) for products in QUERY_TYPES},
-}
+FORMS = {form.name: packed.PackedAttention(form, 4096) for form in (Bf16Attention(), *FP8_CACHE_FORMS.values())}
 
 
 def drawn(sequences: PackedSequences, layout: HeadLayout = LAYOUT) -> torch.Tensor:
@@ -51,21 +45,21 @@ def drawn(sequences: PackedSequences, layout: HeadLayout = LAYOUT) -> torch.Tens
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4))
 @settings(max_examples=10)
 def test_a_sequence_attends_as_if_it_were_alone(name: str, lengths: list[int]) -> None:
-    form, alone = FORMS[name]
+    form = FORMS[name]
     sequences = PackedSequences.of(lengths)
     qkv, pack = drawn(sequences), DevicePack.of(sequences, CPU)
-    out, for_backward = form.forward(qkv, LAYOUT, pack, SCALES)
+    out, for_backward = packed.packed_attention(qkv, LAYOUT, pack, form, SCALES)
     assert out.dtype == torch.bfloat16
     alone_qkv, outputs = qkv.detach().requires_grad_(), []
     for length, start in zip(lengths, sequences.starts, strict=False):
         q, k, v = (part.transpose(0, 1)[None].float() for part in heads_of(alone_qkv[start : start + length], LAYOUT))
         mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-        expected = alone.attend(q, *alone.store(k, v, SCALES), mask, SCALES)[0].transpose(0, 1).flatten(1)
+        expected = form.exact.attend(q, *form.exact.store(k, v, SCALES), mask, SCALES)[0].transpose(0, 1).flatten(1)
         assert torch.equal(out[start : start + length].float(), expected)
         outputs.append(expected)
     upstream = torch.zeros_like(out)
     upstream[: lengths[0]] = torch.linspace(-1, 1, out.shape[1]).bfloat16()
-    gradient = form.backward(upstream, qkv, for_backward, LAYOUT, pack, SCALES)
+    gradient = packed.packed_attention_backward(upstream, qkv, for_backward, LAYOUT, pack, form, SCALES)
     (expected,) = torch.autograd.grad(outputs[0].bfloat16(), alone_qkv, upstream[: lengths[0]])
     assert torch.equal(gradient, expected)
     assert gradient[: lengths[0]].any()
@@ -85,7 +79,7 @@ def test_what_the_kernel_is_told_is_the_pack(products: AttentionProducts) -> Non
     queries = Queries(pack.pages[sequences.owners], each, seen)
     scales = tuple(torch.tensor(scale) for scale in vars(SCALES).values())
     found = decode_attention_reference(q, keys, values, queries, scales).flatten(1)
-    expected = FORMS[products][0].forward(qkv, layout, pack, SCALES).out
+    expected = packed.packed_attention(qkv, layout, pack, FORMS[products], SCALES).out
     real = sequences.valid
     error = (found[real] - expected[real].double()).norm() / expected[real].double().norm()
     # The decode kernel's maximum is a power of two, so P is rounded elsewhere; then all is rounded to BF16.
@@ -98,7 +92,7 @@ class Kernels:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = Counter[str]()
-        for name in ("bf16_attention", "bf16_attention_backward", "fp8_attention", "fp8_attention_backward"):
+        for name in ("packed_attention", "packed_attention_backward"):
             monkeypatch.setattr(packed, name, getattr(attention, name))
         monkeypatch.setattr(attention, "_flash_attention", self.flash)
         monkeypatch.setattr(attention, "attention_gradients", self.flash_backward)
@@ -156,9 +150,9 @@ PACK = DevicePack.of(PackedSequences.of([19, 5]), CPU)
 
 def gradient(name: str, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Result and gradient of a pass."""
-    out, for_backward = FORMS[name][0].forward(qkv, WIDE, PACK, SCALES)
+    out, for_backward = packed.packed_attention(qkv, WIDE, PACK, FORMS[name], SCALES)
     upstream = torch.linspace(-1, 1, out.numel()).view(out.shape).bfloat16()
-    return out, FORMS[name][0].backward(upstream, qkv, for_backward, WIDE, PACK, SCALES)
+    return out, packed.packed_attention_backward(upstream, qkv, for_backward, WIDE, PACK, FORMS[name], SCALES)
 
 
 @pytest.mark.parametrize(
@@ -216,9 +210,9 @@ def tensor(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunk", [1 << 27, 4 * VOCABULARY])
-@pytest.mark.parametrize(("form", "output"), [(Fp32Head(), torch.float32), (Bf16Head(), torch.bfloat16)])
+@pytest.mark.parametrize("form", [FP32_HEAD, BF16_HEAD], ids=lambda form: form.name)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_on_a_cpu_it_is_the_exact_head(monkeypatch: pytest.MonkeyPatch, form, output, temperature, chunk: int) -> None:
+def test_on_a_cpu_it_is_the_exact_head(monkeypatch: pytest.MonkeyPatch, form, temperature, chunk: int) -> None:
     monkeypatch.setattr(packed.PackedHead, "chunk_elements", chunk)
     hidden, weight = tensor(TOKENS, HIDDEN), tensor(VOCABULARY, HIDDEN)
     targets = torch.arange(TOKENS) % VOCABULARY
@@ -228,8 +222,7 @@ def test_on_a_cpu_it_is_the_exact_head(monkeypatch: pytest.MonkeyPatch, form, ou
         for kind in (torch.bfloat16, torch.float32)
     )
 
-    options = HeadOptions(output, temperature)
-    found = packed.token_logprobs(ours[0], ours[1], weight, targets, options)
+    found = chunked_logprobs(ours[0], ours[1], packed.PackedHead(weight, form.output, temperature, None), targets)
     expected = token_logprobs(theirs[0], replace(load_head(weight), master=theirs[1]), form, targets, temperature)
 
     assert torch.equal(found[0], expected[0])

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8core.numerics import packed
-from fp8core.numerics.logprobs import ExactHead, Fp32Head, Truncation, load_head, log_softmax, token_logprobs, truncate
+from fp8core.numerics.logprobs import (
+    FP32_HEAD,
+    ExactHead,
+    Truncation,
+    chunked_logprobs,
+    load_head,
+    log_softmax,
+    token_logprobs,
+    truncate,
+)
 
 UNITS = 1 << 34
 
@@ -106,11 +115,11 @@ def test_gradients_are_those_of_autograd_over_what_is_left(monkeypatch, truncati
 
     ours = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     found = token_logprobs(
-        ours[0], replace(load_head(weight), master=ours[1]), Fp32Head(), targets, temperature, truncation
+        ours[0], replace(load_head(weight), master=ours[1]), FP32_HEAD, targets, temperature, truncation
     )
     narrow = [x.bfloat16().requires_grad_(), weight.clone().requires_grad_()]
-    options = packed.HeadOptions(torch.float32, temperature, truncation)
-    same = packed.token_logprobs(narrow[0], narrow[1], weight.bfloat16(), targets, options)
+    head = packed.PackedHead(weight.bfloat16(), torch.float32, temperature, truncation)
+    same = chunked_logprobs(narrow[0], narrow[1], head, targets)
     for mine, packed_one, exact in zip(found, same, expected, strict=True):
         assert torch.allclose(mine.double(), exact, atol=2e-6)
         assert torch.equal(packed_one, mine)

@@ -5,7 +5,7 @@ import torch
 
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.models.weights import rollout_formats
-from fp8core.numerics.logprobs import Fp32Head
+from fp8core.numerics.logprobs import HeadFormat
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Sampling, sample_seed
@@ -141,11 +141,12 @@ def test_groups_come_whole_and_once(architecture, pair_of, groups, max_batch):
             assert [c.sample for c in finished if c.group == group] == [0, 1, 2, 3]
 
 
-class CountingHead(Fp32Head):
+class CountingHead(HeadFormat):
     """Notes how many sequences are decoded together."""
 
     def __init__(self):
-        self.rows = []
+        super().__init__("fp32", torch.float32)
+        object.__setattr__(self, "rows", [])
 
     def logits(self, hidden, head):
         self.rows.append(hidden.shape[0])
