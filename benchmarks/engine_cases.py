@@ -34,7 +34,7 @@ from fp8core.rl.objective import Objective
 from fp8core.rollout.aligned import POINTS
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
 from fp8core.rollout.requirements import EngineBuild
-from fp8core.rollout.vllm.requirements import find_build
+from fp8core.rollout.vllm.entry import find_build
 from fp8core.rollout.vllm.settings import WORKER, required_environment, suggested_environment
 from fp8core.run.policy import check_report
 from fp8core.training.exact import ExactTrainer
@@ -440,7 +440,7 @@ def _milliseconds(**seconds: float) -> dict[str, float]:
 def engine_row(described: Mapping[str, Any], settings: VllmConfig) -> dict[str, Any]:
     """Facts that decide an engine's speed: its report of itself (`summary`), and its settings."""
     flash = described["backend"]["implementation"] == "FlashAttentionImpl"
-    told = {name: getattr(settings, name) for name in ("batch_invariant", "batched_tokens", "block_size")}
+    told = {name: getattr(settings, name) for name in ("batch_invariant", "batched_tokens")}
     found = {name: described[name] for name in ("backend", "kernels", "runner")}
     kernel = "flash_attention" if flash else "fp8_decode"
     return {**told, "forward": described["model"], "decode_kernel": kernel, **found}

@@ -106,7 +106,7 @@ from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PromptGroup, Sampling, sample_seed
 from fp8core.rollout.episode import Episode, TurnBudget
 from fp8core.rollout.episodes import MultiTurn, run_episodes
-from fp8core.rollout.sglang.requirements import find_build
+from fp8core.rollout.sglang.entry import find_build
 from fp8core.rollout.vllm.settings import CAPTURED_TOKENS
 from fp8core.run.context import gc_freeze, gc_unfreeze
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer

@@ -83,9 +83,7 @@ class Engine:
     precision: str
     cells: tuple[Cell, ...]
     batch_invariant: bool = False
-    decode_kernel: str = "fp8_decode"
     forward: str = "stock"
-    block_size: int | None = None
     traced: tuple[int, int] | None = None
     rule: RecipeName = "fp32_activations"
 
@@ -109,10 +107,7 @@ ENGINES = {
     "qwen3-8b/fp8_linear_kv/512": Engine(
         "qwen3-8b", "fp8_linear_kv", (*_headline(3)[1:], _SHORT, _TAILED), traced=(512, 1536)
     ),
-    # A test if speed varies because small pages lie anywhere in a cache of 100 GB.
-    "qwen3-8b/fp8_linear_kv/512/pages": Engine("qwen3-8b", "fp8_linear_kv", _headline(3)[1:], block_size=128),
     "qwen3-8b/fp8_linear_kv/long": Engine("qwen3-8b", "fp8_linear_kv", (_LONG,)),
-    "qwen3-8b/fp8_linear_kv/flash": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), decode_kernel="flash_attention"),
     "qwen3-8b/fp8_linear_kv/invariant": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), batch_invariant=True),
     "qwen3-8b/bf16/even": Engine("qwen3-8b", "bf16", (_EVEN,)),
     "qwen3-8b/fp8_linear_kv/even": Engine("qwen3-8b", "fp8_linear_kv", (_EVEN,)),
@@ -205,9 +200,7 @@ def measure(engine_of: Engine, out: Path) -> None:
 def _settings(engine_of: Engine) -> VllmConfig:
     return cases.options(
         batch_invariant=engine_of.batch_invariant,
-        decode_kernel=engine_of.decode_kernel,
         model=engine_of.forward,
-        block_size=engine_of.block_size,
         gpu_memory_utilization=0.92,
         max_model_len=max(cell.prompt + max(cell.generated, _SHORTEST) for cell in engine_of.cells),
     )

@@ -44,7 +44,7 @@ from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.processes.variables import set_variables
 from fp8core.rollout.engine import Sampling
-from fp8core.rollout.sglang.requirements import find_build
+from fp8core.rollout.sglang.entry import find_build
 from fp8core.rollout.sglang.settings import required_environment, suggested_environment
 from fp8core.run.context import gc_freeze, gc_unfreeze
 

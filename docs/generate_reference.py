@@ -2,10 +2,9 @@
 
     python docs/generate_reference.py
 
-config.md and run.json come from the models of the configuration, cli.md from the parser. The tables of manifest.md and
-the other schemas come from the models of a run's files.
-The measured steps of a plan come from rows of benchmarks. A test fails where one of them is out of date.
-Editors check a configuration file with the schema that its first line names, as those in configs/ do.
+config.md comes from the models of the configuration, cli.md from the parser. The tables of manifest.md and the schemas
+come from the models of a run's files.
+A test fails where one of them is out of date.
 
 A change of what a manifest holds needs a new schema version first. The schema file of a version that runs were made
 with must stay as it is.
@@ -15,7 +14,6 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,11 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter
 
 from flows.cli.commands import build_parser
-from fp8core.config.load import load_config
-from fp8core.config.schema import file_schema
-from fp8core.models.hub import PUBLISHED
-from fp8core.plan.step_time import MEASURED, SHAPE, time_settings
-from fp8core.resources.memory import GPUS
+from fp8core.config.run import RunConfig
 from fp8core.rl.presets import PRESETS
 from fp8core.store.ledger import Entry
 from fp8core.store.manifest import StepManifest, StepObservations, StepRecord
@@ -37,8 +31,6 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 REFERENCE, SCHEMAS = DOCS / "reference", DOCS / "schemas"
 MANIFEST, NUMERICS = REFERENCE / "manifest.md", REFERENCE / "numerics.md"
-# All of its rows were measured on an H200, at the shape of Qwen3-8B.
-STEP_ROWS = ROOT / "benchmarks" / "results" / "large_ledger.json"
 # Commands that have an option in the same words, for which it is described once.
 COMMON = 3
 Schema = Mapping[str, Any]
@@ -46,12 +38,11 @@ Schema = Mapping[str, Any]
 _CONFIG = """# Configuration
 
 A configuration file lists differences from its `base`. `--set key=value` is the last layer, with the keys below joined
-by points. `fp8-grpo config CONFIG` prints every value with its place. Editors take [run.json](../schemas/run.json),
-which has all bounds. Of choices the default is bold; a setting with `null` is null by default.
+by points. `fp8-grpo config CONFIG` prints every value with its place.
+Of choices the default is bold; a setting with `null` is null by default.
 
-Files are YAML 1.2: `on` and `010` are texts; quote a text that looks like a number or has ` #` or `: ` in it. Where a
-setting holds text, `--set` takes the characters as they are, and takes off quotes around the whole. Numbers are
-decimal: `80`, `1_000`, `1e-4`. In JSON, as of a deployment, a text is a string.
+Files and values of `--set` are YAML 1.2: `on` and `010` are texts. Quote a text that looks like a number, begins with
+`{` or has ` #` or `: ` in it. Numbers are decimal: `80`, `1_000`, `1e-4`.
 """
 _CLI = """# Command line
 
@@ -75,15 +66,15 @@ _BLOCK = "\n<!-- begin: {0} -->\n\n{1}\n<!-- end: {0} -->\n"
 
 
 def main() -> None:
-    for path, text in {**pages(), **manifest_schemas(), **measured_steps()}.items():
+    for path, text in {**pages(), **manifest_schemas()}.items():
         path.write_text(text)
 
 
 def pages() -> dict[Path, str]:
-    """The pages and the schema of the configuration, and their text."""
+    """The pages, and their text."""
     return {
-        SCHEMAS / "run.json": json.dumps(file_schema(), indent=2) + "\n",
-        REFERENCE / "config.md": _CONFIG + _BLOCK.format("settings", config_sections(file_schema())),
+        REFERENCE / "config.md": _CONFIG
+        + _BLOCK.format("settings", config_sections(RunConfig.model_json_schema(by_alias=True))),
         REFERENCE / "cli.md": _CLI + _BLOCK.format("commands", cli_sections(build_parser())),
         MANIFEST: rewritten(MANIFEST.read_text(), {name: fields(model) for name, model in _MANIFEST_MODELS.items()}),
         NUMERICS: rewritten(NUMERICS.read_text(), {"presets": preset_names()}),
@@ -98,29 +89,6 @@ def manifest_schemas() -> dict[Path, str]:
         "ledger.json": entry.json_schema(),
     }
     return {SCHEMAS / name: json.dumps(schema, indent=2) + "\n" for name, schema in content.items()}
-
-
-def measured_steps() -> dict[Path, str]:
-    """The measured steps that a plan takes its time of a step from, and their text."""
-    found = []
-    for row in json.loads(STEP_ROWS.read_text()):
-        if row["kind"] != "step_ledger":
-            continue
-        # A row's command is not quoted for a shell, and all were measured when powers of two were the default.
-        name, *overrides = row["command"].removeprefix("fp8-grpo run ").split(" --set ")
-        config = load_config(name, ["precision.scale_rule=pow2", *overrides])
-        arch = replace(PUBLISHED["Qwen/Qwen3-8B-Base"], num_layers=row["layers"])
-        seconds = {task: row["seconds"].get(task, 0.0) for task in ("rollout", "logprobs", "train")}
-        rest = row["seconds"]["wall"] - sum(seconds.values())
-        step = {
-            **{"row": STEP_ROWS.name, "gpu": GPUS["h200"].name, "completions": row["requests"]},
-            **{"length": config.rollout.max_new_tokens, "prompt": round(row["prompt_tokens"] / row["requests"])},
-            "seconds": {task: round(value, 2) for task, value in {**seconds, "rest": rest}.items()},
-            "shape": {part: getattr(arch, part) for part in SHAPE},
-            "settings": time_settings(config),
-        }
-        found.append(step)
-    return {MEASURED: "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n"}
 
 
 def config_sections(schema: Schema) -> str:
@@ -169,7 +137,7 @@ def _section_of(value: Schema, schema: Schema) -> str | None:
 
 
 def _setting(key: str, value: Schema, required: bool) -> str:
-    """A default that shows its type stands for it, and of choices it is bold; bounds are in the schema."""
+    """A default that shows its type stands for it, and of choices it is bold; bounds are in the code."""
     default, words = value.get("default"), _values(value)
     default = default["limit"] if isinstance(default, dict) and "limit" in default else default
     shown = f"`{json.dumps(default, ensure_ascii=False)}`"

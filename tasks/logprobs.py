@@ -18,6 +18,6 @@ def logprobs(
     trainer = trainer_of_policy(run, policy)
     table = run.directory.store.get_table(rollouts, SCORED_COLUMNS)
     current = read_scales(run, scales)
-    batch = policy_batch(table, run.config.rollout)
+    batch = policy_batch(table)
     scored = trainer.logprobs(batch, run.config.rollout.temperature, current.layers)
     return stored_scores(run, trainer.version, table, scored)

@@ -1,24 +1,10 @@
-"""The engine that `rollout.engine` names, and the settings of those of the package below `rollout`.
+"""Settings of the shipped engines: speed and memory; formats belong to the precision contract."""
 
-They decide speed and memory, and formats belong to the precision contract.
-"""
-
-import re
-from typing import Annotated, Final, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from fp8core.config.section import SAME_SPEED, Section
-from fp8core.config.shipped import ENGINES
-
-ENTRY_PATH: Final = r".+:[A-Za-z_]\w*"
-
-
-def check_engine_name(name: str) -> str:
-    """The name; raises ValueError where it is neither registered nor an import path."""
-    if name not in ENGINES and re.fullmatch(ENTRY_PATH, name) is None:
-        raise ValueError(f"{name} is none of {', '.join(ENGINES)}, and no engine of your own (module:NAME)")
-    return name
+from fp8core.config.section import Section
 
 
 class VllmConfig(Section):
@@ -28,13 +14,13 @@ class VllmConfig(Section):
         "stock",
         description="stock: vLLM's own model; aligned: ours, with the log-probs of training (docs/guides/vllm.md).",
     )
-    gpu_memory_utilization: Annotated[float, SAME_SPEED] = Field(
+    gpu_memory_utilization: float = Field(
         0.85, gt=0, le=0.98, description="Share of the device's memory for weights, workspace and KV cache."
     )
-    kv_cache_gib: Annotated[float | None, SAME_SPEED] = Field(
+    kv_cache_gib: float | None = Field(
         None, gt=0, le=4096, description="Size of the KV cache; null takes what gpu_memory_utilization leaves."
     )
-    max_model_len: Annotated[int | None, SAME_SPEED] = Field(
+    max_model_len: int | None = Field(
         None, ge=8, le=1 << 20, description="Longest prompt with its completion; null takes the model's positions."
     )
     batched_tokens: int = Field(
@@ -42,9 +28,6 @@ class VllmConfig(Section):
         ge=256,
         le=1 << 17,
         description="Tokens of one step of the engine on a GPU, prompts and completions together.",
-    )
-    block_size: int | None = Field(
-        None, ge=1, le=1024, description="Tokens of a cache block, the unit of prefix caching; null leaves it to vLLM."
     )
     graphs: bool = Field(
         True, description="torch.compile (not of the aligned model) and CUDA graphs; false runs eagerly."
@@ -56,9 +39,6 @@ class VllmConfig(Section):
         description="Aligned model: steps with prompts of up to this many tokens are CUDA graphs; null chooses.",
     )
     batch_invariant: bool = Field(False, description="Results that do not depend on the batch, where vLLM can do that.")
-    decode_kernel: Literal["fp8_decode", "flash_attention"] = Field(
-        "fp8_decode", description="Decoding from an FP8 cache on a GPU: our kernel, or FlashAttention 3."
-    )
     sleep: bool = Field(False, description="Free weights and cache between rollout and sync.")
     tensor_parallel: int = Field(
         1, ge=1, le=64, description="GPUs of one host that share an engine; needs cluster.placement=separate."
@@ -74,13 +54,13 @@ class SglangConfig(Section):
     model: Literal["stock", "aligned"] = Field(
         "stock", description="stock: SGLang's own model; aligned: ours, with pages of a multiple of 16 tokens."
     )
-    mem_fraction_static: Annotated[float, SAME_SPEED] = Field(
+    mem_fraction_static: float = Field(
         0.8, gt=0, le=0.98, description="Share of the device's memory for weights and KV cache; graphs come on top."
     )
-    kv_cache_gib: Annotated[float | None, SAME_SPEED] = Field(
+    kv_cache_gib: float | None = Field(
         None, gt=0, le=4096, description="Size of the KV cache; null takes what mem_fraction_static leaves."
     )
-    context_length: Annotated[int | None, SAME_SPEED] = Field(
+    context_length: int | None = Field(
         None, ge=8, le=1 << 20, description="Longest prompt with its completion; null takes the model's positions."
     )
     chunked_prefill_size: int = Field(

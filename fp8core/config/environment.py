@@ -1,19 +1,18 @@
 """Settings of an environment: what answers a policy that calls tools and speaks in turns, and the bounds of that."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue
 
-from fp8core.config.section import Section, UserSource, check_choice, name_pattern
+from fp8core.config.section import Section, UserSource, choice_of
 from fp8core.config.shipped import SHIPPED_ENVIRONMENTS
 
 
 class EnvironmentConfig(Section):
     """Episodes of several turns; each is one completion, and each has a process of its own."""
 
-    name: UserSource = Field(
-        json_schema_extra={"pattern": name_pattern(SHIPPED_ENVIRONMENTS)},
-        description="calculator, python, or your class: `module:Class` or `path/to/file.py:Class`.",
+    name: Annotated[UserSource, choice_of(SHIPPED_ENVIRONMENTS, "Class")] = Field(
+        description="calculator, python, or your class: `module:Class` or `path/to/file.py:Class`."
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the class.")
     max_turns: int = Field(8, ge=1, le=4096, description="Of the policy; what then has no outcome is `unparsed`.")
@@ -34,8 +33,3 @@ class EnvironmentConfig(Section):
     cpu_seconds: float = Field(5.0, gt=0, le=3600, description="Processor time of one answer.")
     memory_mb: int = Field(1024, ge=16, le=1 << 20, description="MiB of an episode, beyond the loaded environment.")
     at_once: int = Field(64, ge=1, le=512, description="Episodes that have a process at the same time; others wait.")
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return check_choice(name, SHIPPED_ENVIRONMENTS, "Class")

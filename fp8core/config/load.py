@@ -10,9 +10,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic import JsonValue, ValidationError
 
 from fp8core.config.layers import Layer, layer_of, leaves, nodes, parse_yaml, stacked
 from fp8core.config.run import RunConfig, public_dump
@@ -31,8 +31,8 @@ NON_NUMERIC_KEYS = (
 def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
     """The configuration of a shipped name (`tiny`) or a YAML file, with overrides.
 
-    `overrides` are `key.path=value` strings, or a mapping from (dotted) keys to values. In a string, the value of a
-    text is that text, and any other is YAML. Raises UserError, with the key and its place.
+    `overrides` are `key.path=value` strings, whose values are YAML, or a mapping from (dotted) keys to values. Raises
+    UserError, with the key and its place.
     """
     tree = _tree(name_or_path, overrides)
     if tree.values.get("model") is None and tree.values.get("architecture") is None:
@@ -250,7 +250,7 @@ def _override_layers(overrides: Overrides) -> list[Layer]:
     if isinstance(overrides, Mapping):
         pairs, place = [*overrides.items()], "overrides"
     else:
-        pairs, place = [override_value(text) for text in overrides], "--set"
+        pairs, place = [_override(text) for text in overrides], "--set"
     layers = [_override_layer(str(key), value, place) for key, value in pairs]
     for layer in layers:
         if "base" in layer.values:
@@ -273,29 +273,8 @@ def _override_layer(dotted: str, value: Any, place: str) -> Layer:
     return layer_of(value, place)
 
 
-def override_value(text: str) -> tuple[str, Any]:
-    """The key and the value of `key=value`. Raises UserError."""
-    key, equals, value = text.partition("=")
-    key, typed = key.strip(), value.strip()
-    if not (equals and key and typed):
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not (equals and key and value):
         raise UserError(f"--set {text}: expected key=value (null for no value)")
-    types = _types(RunConfig, key.split("."))
-    is_quoted = len(typed) > 1 and typed[0] == typed[-1] and typed[0] in "'\""
-    is_unset = typed in ("null", "~") and type(None) in types
-    if not {str, Path}.isdisjoint(types) and not is_quoted and not is_unset:
-        return key, value
     return key, parse_yaml(value, f"--set {key}")[0]
-
-
-def _types(annotation: Any, keys: Sequence[str]) -> set[Any]:
-    """The types that a value at a dotted key may have; empty for an unknown one."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and keys:
-        fields = {info.alias or name: info for name, info in annotation.model_fields.items()}
-        return _types(fields[keys[0]].annotation, keys[1:]) if keys[0] in fields else set()
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (dict, list):
-        # An item of a list goes by its name.
-        return _types(arguments[-1], keys[1:]) if keys else {origin}
-    if origin is Annotated:
-        return _types(arguments[0], keys)
-    return {kind for each in arguments for kind in _types(each, keys)} if arguments else {annotation}

@@ -1,10 +1,10 @@
 """The objective: the policy loss by its name, and what is added to it."""
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from fp8core.config.section import Section, UserSource, check_choice, name_pattern
+from fp8core.config.section import Section, UserSource, choice_of
 
 
 class LossTraits(NamedTuple):
@@ -72,10 +72,8 @@ class LogprobsConfig(Section):
 class LossConfig(Section):
     """The objective of the GRPO family; the default is GRPO with DAPO's asymmetric clip and token mean."""
 
-    policy: UserSource = Field(
-        "clipped",
-        description="Name of a policy loss, or a function of your own (docs/guides/losses.md).",
-        json_schema_extra={"pattern": name_pattern(SHIPPED_LOSSES)},
+    policy: Annotated[UserSource, choice_of(SHIPPED_LOSSES, "function")] = Field(
+        "clipped", description="Name of a policy loss, or a function of your own (docs/guides/losses.md)."
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Hyperparameters of your function.")
     clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped below 1 - clip_low.")
@@ -96,11 +94,6 @@ class LossConfig(Section):
     )
     entropy: float = Field(0.0, ge=0, le=100, description="Weight of the entropy bonus, at each written token.")
     distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="From a teacher.")
-
-    @field_validator("policy")
-    @classmethod
-    def _known(cls, policy: str) -> str:
-        return check_choice(policy, SHIPPED_LOSSES, "function")
 
     @model_validator(mode="after")
     def _settings_of_the_policy_loss(self) -> "LossConfig":

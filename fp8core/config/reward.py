@@ -4,10 +4,10 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from fp8core.config.section import Section, UserSource, check_choice, name_pattern
+from fp8core.config.section import Section, UserSource, choice_of
 from fp8core.config.shipped import SHIPPED_VERIFIERS
 
-_VERIFIER = name_pattern(SHIPPED_VERIFIERS)
+Verifier = Annotated[UserSource, choice_of(SHIPPED_VERIFIERS, "function")]
 _REWARD_METRICS = ("mean", "std", "score_std", "groups_with_signal", "kept_share", "verdict")
 
 
@@ -21,7 +21,7 @@ class OtherVerifierConfig(Section):
     """A verifier beside `reward.verifier`, within the same limits."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$", description="Of its metric: reward/NAME.")
-    verifier: UserSource = Field(description="As `reward.verifier`.", json_schema_extra={"pattern": _VERIFIER})
+    verifier: Verifier = Field(description="As `reward.verifier`.")
     weight: float = Field(1.0, ge=-100, le=100, description="Times this its score is added to the reward.")
     options: dict[str, JsonValue] = Field(
         default_factory=dict, description="Of `format`: tags; or keyword arguments of your function."
@@ -43,9 +43,8 @@ class OtherVerifierConfig(Section):
 class RewardConfig(Section):
     """Scores of completions."""
 
-    verifier: UserSource = Field(
+    verifier: Verifier = Field(
         "chain",
-        json_schema_extra={"pattern": _VERIFIER},
         description="chain, integer, math-verify, format; or your function, `module:name` or `path/to/file.py:name`.",
     )
     options: dict[str, JsonValue] = Field(
@@ -62,11 +61,6 @@ class RewardConfig(Section):
     workers: int = Field(
         2, ge=1, le=256, description="Processes that check answers; only math-verify and your own need them."
     )
-
-    @field_validator("verifier")
-    @classmethod
-    def _known(cls, verifier: str) -> str:
-        return check_choice(verifier, SHIPPED_VERIFIERS, "function")
 
     @field_validator("others")
     @classmethod

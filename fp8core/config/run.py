@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, field_serializer, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from fp8core.config.cluster import ClusterConfig
 from fp8core.config.data import DataConfig
-from fp8core.config.engines import ENTRY_PATH, SglangConfig, VllmConfig, check_engine_name
+from fp8core.config.engines import SglangConfig, VllmConfig
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
 from fp8core.config.parity import ParityConfig
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import RewardConfig
-from fp8core.config.section import Section, UserPath, UserSource
+from fp8core.config.section import Section, UserPath, UserSource, choice_of
 from fp8core.config.shipped import ENGINES, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS, is_shipped
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.errors import without_passwords
@@ -88,10 +88,8 @@ class WarmStartConfig(Section):
 class RolloutConfig(Section):
     """Generation of completions."""
 
-    engine: Annotated[str, AfterValidator(check_engine_name)] = Field(
-        "embedded",
-        json_schema_extra={"pattern": rf"^({'|'.join(ENGINES)}|{ENTRY_PATH})$"},
-        description="embedded (exact, on the CPU), vllm, sglang, or your own: `module:NAME`.",
+    engine: Annotated[str, choice_of(ENGINES, "ENGINE")] = Field(
+        "embedded", description="embedded (exact, on the CPU), vllm, sglang, or your own: `module:ENGINE`."
     )
     prompts_per_step: int = Field(32, ge=1, le=65536, description="Prompts that a step learns from.")
     oversample: float = Field(
@@ -100,13 +98,6 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt: the group of GRPO.")
     max_new_tokens: int = Field(16, ge=1, le=1 << 20, description="Longest completion, in tokens.")
     temperature: float = Field(1.0, ge=1e-6, le=10, description="Of sampling; logits are divided by it.")
-    top_k: int | None = Field(None, ge=2, description="Sample from the k most likely tokens alone; null takes all.")
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Then from the fewest of the most likely whose probability is at least this; both on a CPU alone.",
-    )
     max_batch: int = Field(256, ge=1, le=65536, description="Sequences that one engine decodes together.")
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list,
@@ -122,12 +113,6 @@ class RolloutConfig(Section):
     @property
     def drawn_prompts(self) -> int:
         return math.ceil(self.prompts_per_step * self.oversample)
-
-    @property
-    def truncated_by(self) -> str | None:
-        if self.top_p < 1:
-            return f"rollout.top_p={self.top_p}"
-        return None if self.top_k is None else f"rollout.top_k={self.top_k}"
 
 
 class CalibrationConfig(Section):
@@ -309,15 +294,10 @@ def _update_problems(config: RunConfig) -> Iterator[str]:
     rollout, training, loss, source = config.rollout, config.training, config.loss, config.logprobs.source
     if training.minibatches > (sequences := rollout.prompts_per_step * rollout.group_size):
         yield f"training.minibatches={training.minibatches} exceeds {sequences} rollouts a step"
-    several = f"of training.minibatches={training.minibatches} updates only the first starts from the policy that"
-    if rollout.truncated_by is not None and training.minibatches > 1:
-        yield (
-            f"{rollout.truncated_by}: {several} sampled, later ones may leave out what it drew; set minibatches to 1"
-        )
     if source == "training" and training.minibatches > 1:
         yield (
-            f"logprobs.source={source}: {several} the log-probs are of; set it to pass, or to rollout where both sides "
-            "are equal"
+            f"logprobs.source={source}: of training.minibatches={training.minibatches} updates only the first starts "
+            "from the policy that the log-probs are of; set it to pass, or to rollout where both sides are equal"
         )
     if (schedule := training.learning_rate_schedule).kind != "constant":
         over = schedule.over_steps or config.steps
@@ -341,8 +321,6 @@ def _episode_problems(config: RunConfig) -> Iterator[str]:
         "pipeline.max_inflight_prompts": pipeline.mode == "one_step_off" and pipeline.max_inflight_prompts is not None,
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
-        # A token of the environment may be one that is left out; its log-prob would be -inf.
-        str(rollout.truncated_by): rollout.truncated_by is not None,
     }
     for setting in (setting for setting, is_set in excluded.items() if is_set):
         yield f"environment.name={environment.name}: no episodes with {setting}; unset one of both"

@@ -5,16 +5,12 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8core.errors import UserError, meant, nearest
-
-SAME_SPEED: Final = "same speed"
-"""Metadata of an engine's setting that does not change the time of a step."""
-
 
 UserPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 """A path of this machine; `~/` is the user's home folder, as in a shell."""
@@ -29,20 +25,17 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
-_OWN = r".+:[^\W\d]\w*"
+def choice_of(shipped: Collection[str], kind: str) -> AfterValidator:
+    """For a name that is shipped, or a path of the user's own `kind` of code."""
 
+    def check(name: str) -> str:
+        if name not in shipped and re.fullmatch(r".+:[^\W\d]\w*", name) is None:
+            own = f"(module:{kind} or path/to/file.py:{kind})"
+            listed = f"{name} is none of {', '.join(shipped)}, and no {kind.lower()} of your own {own}"
+            raise ValueError(listed + meant(name, shipped))
+        return name
 
-def name_pattern(shipped: Iterable[str]) -> str:
-    return f"^({'|'.join(shipped)}|{_OWN})$"
-
-
-def check_choice(name: str, shipped: Collection[str], kind: str) -> str:
-    """The name; raises ValueError where it is neither shipped nor a path of the user's own `kind` of code."""
-    if name not in shipped and re.fullmatch(_OWN, name) is None:
-        own = f"(module:{kind} or path/to/file.py:{kind})"
-        listed = f"{name} is none of {', '.join(shipped)}, and no {kind.lower()} of your own {own}"
-        raise ValueError(listed + meant(name, shipped))
-    return name
+    return AfterValidator(check)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

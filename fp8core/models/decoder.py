@@ -118,7 +118,7 @@ class Decoder:
         hidden = self.hidden(weights, batch.tokens, batch.positions, context, scales, observe, routing)
         written = batch.completion[:, 1:]
         states, targets = hidden[:, :-1][written], batch.tokens[:, 1:][written]
-        return token_logprobs(states, weights.head, self.formats.head, targets, temperature, batch.truncation)
+        return token_logprobs(states, weights.head, self.formats.head, targets, temperature)
 
     def rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of int64 [B, T], each FP32 [B, 1, T, head_dim / 2]."""

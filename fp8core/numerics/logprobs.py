@@ -1,9 +1,7 @@
 """Logits and log-probabilities that do not depend on the batch they are computed in.
 
 The head multiplies BF16 hidden states by BF16 weights on fixed-point grids (`gemm.align_rows`). So FP32 logits are
-equal for any batch; the normaliser is a sum of fixed-point numbers. Temperature divides the logits. Top-k and top-p
-(`Truncation`) leave some tokens, whose probabilities are normalised anew. Others have the log-prob -inf and no part in
-entropy and gradient.
+equal for any batch; the normaliser is a sum of fixed-point numbers. Temperature divides the logits.
 
 `chunked_logprobs` runs over the tokens in chunks, forward and backward, and never holds the logits of all."""
 
@@ -21,8 +19,6 @@ from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits
 _SUM_BITS = 34
 # Aligned together: pieces stay in the cache.
 _HEAD_ROWS = 256
-# Stands for -inf where it is multiplied by a probability of 0, as no log-prob of FP32 logits is so low.
-_LOWEST = -1e60
 
 
 @dataclass(frozen=True)
@@ -33,22 +29,6 @@ class HeadWeight:
     values: Tensor
     aligned: Tensor
     master: Tensor | None
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """The part of the vocabulary that is sampled from, found anew at each position.
-
-    Tokens are ordered by logit, and equal ones by their id. The first `top_k` (None: all) are left. Of these, a token
-    is left while the probability of those before it is below `top_p`. Probabilities are those after top-k, in units of
-    2^-34 of the largest, whose sums are exact in any order."""
-
-    top_k: int | None
-    top_p: float
-
-    @classmethod
-    def of(cls, top_k: int | None, top_p: float) -> "Truncation | None":
-        return None if top_k is None and top_p == 1 else cls(top_k, top_p)
 
 
 @dataclass(frozen=True)
@@ -74,21 +54,6 @@ def load_head(values: Tensor) -> HeadWeight:
     return HeadWeight(full, aligned, master=None)
 
 
-def truncate(logits: Tensor, temperature: float, truncation: Truncation | None) -> Tensor:
-    """Logits with -inf for the tokens that are left out, [tokens, vocabulary]."""
-    if truncation is None:
-        return logits
-    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    left = torch.ones_like(ordered, dtype=torch.bool)
-    if truncation.top_k is not None:
-        left[:, truncation.top_k :] = False
-    if truncation.top_p < 1:
-        scaled = ordered.double() / temperature
-        mass = to_fixed_point((scaled - scaled[:, :1]).exp(), _SUM_BITS).masked_fill_(~left, 0.0)
-        left &= mass.cumsum(-1) - mass < truncation.top_p * mass.sum(-1, keepdim=True)
-    return logits.masked_fill(~torch.empty_like(left).scatter_(-1, tokens, left), -torch.inf)
-
-
 @with_kernel("softmax")
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """FP64 [tokens, vocabulary] of the tempered distribution, within vocabulary * 2^-35; on a GPU FP32, of FP32's
@@ -103,7 +68,7 @@ def token_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tup
     """Log-prob of each target, int64 [tokens], and entropy of each distribution; FP32 [tokens]."""
     logp = log_softmax(logits, temperature)
     chosen = logp.gather(-1, targets[:, None]).squeeze(-1).float()
-    return chosen, -(logp.exp() * logp.clamp_min_(_LOWEST)).sum(-1).float()
+    return chosen, -(logp.exp() * logp).sum(-1).float()
 
 
 @with_kernel("softmax")
@@ -124,7 +89,7 @@ def logit_slopes(
     logp, flatter = log_softmax(logits, temperature), None
     if grad_entropy is not None:
         p = logp.exp()
-        negative_entropy = (p * logp.clamp_min_(_LOWEST)).sum(-1, keepdim=True)
+        negative_entropy = (p * logp).sum(-1, keepdim=True)
         flatter = p.mul_((logp - negative_entropy).mul_(-grad_entropy[:, None]))
     if grad is None:
         return torch.zeros_like(logp, dtype=dtype) if flatter is None else flatter.to(dtype)
@@ -145,21 +110,21 @@ class ChunkedHead(ABC):
     chunk_elements = 1 << 27
     partial_dtype: torch.dtype | None = None
 
-    def __init__(self, weight: Tensor, temperature: float, truncation: Truncation | None = None) -> None:
-        self.weight, self.temperature, self.truncation = weight, temperature, truncation
+    def __init__(self, weight: Tensor, temperature: float) -> None:
+        self.weight, self.temperature = weight, temperature
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 [tokens, vocabulary]."""
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_statistics(self._truncated(hidden), targets, self.temperature)
+        return token_statistics(self.logits(hidden), targets, self.temperature)
 
     def slopes(
         self, hidden: Tensor, targets: Tensor, entropy: Tensor, gradients: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
         """As `logit_slopes`, in the format of the products."""
-        return logit_slopes(self._truncated(hidden), targets, entropy, self.temperature, gradients, self.weight.dtype)
+        return logit_slopes(self.logits(hidden), targets, entropy, self.temperature, gradients, self.weight.dtype)
 
     @abstractmethod
     def add_weight_gradient(self, total: Tensor, slopes: Tensor, hidden: Tensor) -> None:
@@ -174,9 +139,6 @@ class ChunkedHead(ABC):
 
     def returned(self, grad_weight: Tensor) -> Tensor:
         return grad_weight
-
-    def _truncated(self, hidden: Tensor) -> Tensor:
-        return truncate(self.logits(hidden), self.temperature, self.truncation)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -227,8 +189,8 @@ def chunked_logprobs(
 class ExactHead(ChunkedHead):
     chunk_elements = 1 << 24
 
-    def __init__(self, head: HeadWeight, form: HeadFormat, temperature: float, truncation: Truncation | None) -> None:
-        super().__init__(head.values, temperature, truncation)
+    def __init__(self, head: HeadWeight, form: HeadFormat, temperature: float) -> None:
+        super().__init__(head.values, temperature)
         self._head, self._form = head, form
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -245,15 +207,10 @@ class ExactHead(ChunkedHead):
 
 
 def token_logprobs(
-    hidden: Tensor,
-    head: HeadWeight,
-    form: HeadFormat,
-    targets: Tensor,
-    temperature: float,
-    truncation: Truncation | None = None,
+    hidden: Tensor, head: HeadWeight, form: HeadFormat, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """`chunked_logprobs` of FP32 hidden states; gradients reach `head.master`."""
-    return chunked_logprobs(hidden, head.master, ExactHead(head, form, temperature, truncation), targets)
+    return chunked_logprobs(hidden, head.master, ExactHead(head, form, temperature), targets)
 
 
 def _chunks(head: ChunkedHead, tokens: int) -> list[slice]:

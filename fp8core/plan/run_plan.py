@@ -1,17 +1,15 @@
-"""Does a training fit? Its devices phase by phase, its disk and the bytes of a sync, from shapes alone."""
+"""The memory of a training: devices phase by phase, disk and the bytes of a sync, from shapes alone."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fp8core.config.derived import sft_config, teacher_config
 from fp8core.config.run import RunConfig
 from fp8core.config.shipped import REFERENCE, TEACHER
 from fp8core.errors import UserError, refuse
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture
 from fp8core.models.hub import model_shape
-from fp8core.models.weights import training_formats
-from fp8core.plan.step_time import StepTime, step_time
 from fp8core.resources.memory import (
     BF16_BYTES,
     CacheRoom,
@@ -25,10 +23,9 @@ from fp8core.resources.memory import (
     StoredBytes,
     count_parameters,
     shipped_bytes,
-    stored_bytes,
 )
 from fp8core.rollout.registry import engine_entry
-from fp8core.training.memory import MASTER_WEIGHTS, MOMENTS, Parallel, host_needs, host_scorer, host_state
+from fp8core.training.memory import MASTER_WEIGHTS, MOMENTS, Parallel, host_needs, host_state
 from fp8core.training.registry import gpu_memory, trainer_grid, trainer_of
 
 _CLOSE = 0.03
@@ -48,32 +45,26 @@ class CheckpointSpace(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The memory that a training takes, and its disk.
-
-    `cache` is None for an engine whose cache grows as it generates, `step` where no measured step is like it.
-    `refusals`: a line for each reason why it cannot run.
-    """
+    """`cache` is None for an engine whose cache grows as it generates; `refusals`: a line for each reason why it cannot
+    run."""
 
     parameters: ParameterCounts
     devices: tuple[DevicePlan, ...]
     cache: CacheRoom | None
     sync: StoredBytes
     checkpoint: CheckpointSpace
-    step: StepTime | None
     refusals: tuple[str, ...]
 
 
 def plan_run(config: RunConfig, arch: Architecture, machine: Machine) -> RunPlan:
-    """Plan a training on the machine's GPUs, or on the host of a machine without.
-    Raises UserError: the engine cannot hold the model."""
+    """Raises UserError: the engine cannot hold the model."""
     entry = engine_entry(config)
     refuse(entry.check_model(config, arch))
     gpus = 0 if machine.gpu is None else entry.gpus(config)
     engine = entry.memory(config, arch, machine.gpu if gpus else None)
-    on_gpus, on_host = _frozen_scorers(config, arch, machine)
     devices = [
-        *([] if machine.gpu is None else _gpu_plans(config, arch, machine.gpu, engine, gpus, on_gpus)),
-        *_host_plan(config, arch, machine, () if gpus else engine.needs, on_host),
+        *([] if machine.gpu is None else _gpu_plans(config, arch, machine.gpu, engine, gpus)),
+        *_host_plan(config, arch, machine, () if gpus else engine.needs),
     ]
     refusals = [refusal for device in devices for refusal in device.refusals()]
     # A cache that is too small because nothing fits is no reason of its own.
@@ -85,13 +76,12 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine) -> RunPlan
         cache=engine.cache,
         sync=shipped_bytes(arch, config.precision),
         checkpoint=_checkpoint(config, arch),
-        step=None if refusals else step_time(config, arch, machine.gpu),
         refusals=tuple(refusals),
     )
 
 
-def _frozen_scorers(config: RunConfig, arch: Architecture, machine: Machine) -> tuple[Needs, Needs]:
-    """The memory of reference policy and teacher: on each GPU that trains, and on the host."""
+def _frozen_scorers(config: RunConfig, arch: Architecture) -> Needs:
+    """The memory of reference policy and teacher on each GPU that trains."""
     steps, scorers = {step.uses for step in config.pipeline.steps}, dict[str, tuple[RunConfig, Architecture]]()
     if REFERENCE in steps:
         scorers["reference"] = config, arch
@@ -103,20 +93,19 @@ def _frozen_scorers(config: RunConfig, arch: Architecture, machine: Machine) -> 
         except UserError:  # a run refuses such a teacher by itself; until then it counts as large as the policy
             shape = arch
         scorers["teacher"] = teacher_config(config), shape
-    on_gpus, on_host = list[Need](), list[Need]()
+    found = list[Need]()
     for name, (settings, shape) in scorers.items():
-        if (grid := trainer_grid(settings, machine)) is None:
-            on_host.append(Need(name, host_scorer(settings, shape), "masters, and weights made ready"))
-        else:
+        if (grid := trainer_of(settings.training).grid(settings)) is not None:
             needs = gpu_memory(settings.training).scoring(settings, shape, grid)
-            on_gpus.append(Need(name, sum(need.bytes for need in needs), " and ".join(need.item for need in needs)))
-    return tuple(on_gpus), tuple(on_host)
+            found.append(Need(name, sum(need.bytes for need in needs), " and ".join(need.item for need in needs)))
+    return tuple(found)
 
 
 def _gpu_plans(
-    config: RunConfig, arch: Architecture, gpu: Device, engine: EngineMemory, engine_gpus: int, scorers: Needs
+    config: RunConfig, arch: Architecture, gpu: Device, engine: EngineMemory, engine_gpus: int
 ) -> Iterator[DevicePlan]:
     """The GPUs that generate and train in turn, and those that do one of both."""
+    scorers = _frozen_scorers(config, arch)
     parallel = trainer_of(config.training).grid(config)
     trainer_gpus = 0 if parallel is None else parallel.gpus
     both = min(engine_gpus, trainer_gpus) if config.cluster.placement == "colocated" else 0
@@ -162,34 +151,13 @@ def _warm_start(config: RunConfig, arch: Architecture, gpu: Device) -> Phase | N
     return Phase("warm start", needs, gpu.memory, f"{memory.advice} or choose a GPU with more memory")
 
 
-def _host_plan(
-    config: RunConfig, arch: Architecture, machine: Machine, engine: Needs, scorers: Needs
-) -> Iterator[DevicePlan]:
-    """One host, with all that computes there and the kept policies, as if at the same time."""
-    cluster, parts = config.cluster, dict[str, Needs]()
-    if engine:
-        parts["generating"] = _times(cluster.engines, engine)
-    if trainer_grid(config, machine) is None:
-        parts["training"] = _times(cluster.ranks, (*host_needs(config, arch), *scorers))
-    elif scorers:
-        parts["scoring"] = _times(cluster.ranks, scorers)
-    if config.pipeline.mode != "synchronous":
-        formats = training_formats(config.precision, arch.num_layers).stored_names()
-        versions, one = config.pipeline.kept_policies, stored_bytes(parameter_shapes(arch), formats).total
-        parts["keeping"] = (Need("policies kept for scores", versions * one, f"{versions} versions"),)
-    if parts:
-        # An address may lead to several hosts, and the processes of one of them are not counted.
-        scattered = max(cluster.engines, cluster.ranks) > 1 and cluster.address is not None
-        limit = None if machine.host is None or scattered else machine.host.memory
-        needs = tuple(need for part in parts.values() for need in part)
-        yield DevicePlan(machine.host, 1, (Phase(" and ".join(parts), needs, limit, _HOST),))
-
-
-def _times(processes: int, needs: Needs) -> Needs:
-    if processes == 1:
-        return needs
-    note = f"in {processes} processes"
-    return tuple(replace(n, bytes=processes * n.bytes, note=f"{n.note}, {note}" if n.note else note) for n in needs)
+def _host_plan(config: RunConfig, arch: Architecture, machine: Machine, engine: Needs) -> Iterator[DevicePlan]:
+    """The host, with one engine and one rank where these compute there."""
+    training = host_needs(config, arch) if trainer_grid(config, machine) is None else ()
+    if engine or training:
+        phase = " and ".join(name for name, needs in (("generating", engine), ("training", training)) if needs)
+        limit = None if machine.host is None else machine.host.memory
+        yield DevicePlan(machine.host, 1, (Phase(phase, (*engine, *training), limit, _HOST),))
 
 
 def _checkpoint(config: RunConfig, arch: Architecture) -> CheckpointSpace:

@@ -8,7 +8,6 @@ from fp8core.config.step_graph import StepGraph
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult, PartCosts
 from fp8core.plan.run_plan import RunPlan
-from fp8core.plan.step_time import StepTime
 from fp8core.report.chart import MISSING
 from fp8core.resources.memory import CacheRoom, DevicePlan, Phase
 
@@ -77,7 +76,7 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
 def plan_text(plan: RunPlan) -> str:
-    """A table for each phase of each device, then what the cache holds, a sync sends, checkpoints and steps take."""
+    """A table for each phase of each device, then what the cache holds, a sync sends and checkpoints take."""
     counts = plan.parameters
     active = f", {_number(counts.active)} for a token" if counts.active < counts.total else ""
     parts = f"{_number(counts.linear)} in linears, {_number(counts.head)} in the head"
@@ -94,8 +93,6 @@ def plan_text(plan: RunPlan) -> str:
     steps = "step" if space.every == 1 else f"{space.every} steps"
     kept = f"the last {space.kept} are kept"
     lines.append(f"disk   {with_unit(space.bytes)} a checkpoint, one every {steps}; {kept}")
-    if plan.step is not None:
-        lines.append(f"step   {_step(plan.step)}")
     return "\n".join(lines)
 
 
@@ -126,12 +123,6 @@ def _number(count: int) -> str:
 def _cache(room: CacheRoom) -> str:
     engines = "" if room.engines == 1 else f" in each of {room.engines} engines"
     return f"{room.tokens:,} tokens{engines}: {room.sequences:,} sequences of {room.sequence:,}, {room.wanted:,} wanted"
-
-
-def _step(step: StepTime) -> str:
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in step.seconds.items() if seconds)
-    sizes = f"{step.completions:,} completions of {step.length:,} tokens after prompts of {step.prompt}"
-    return f"measured {sum(step.seconds.values()):.1f} s ({parts}) for {sizes}; {step.row}"
 
 
 def pipeline_text(graph: StepGraph) -> str:

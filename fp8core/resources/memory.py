@@ -1,7 +1,7 @@
-"""Memory: what devices have, what an engine and a phase of a training need, and sizes of weights by their shapes."""
+"""Memory of devices, needs of engines and of phases of a training, and sizes of weights by their shapes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fp8core.config.capability import Node
@@ -9,7 +9,7 @@ from fp8core.config.precision import CacheFormat, LinearFormat, PrecisionContrac
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.weights import Formats, StoredNames, is_linear, layer_of, rollout_formats
+from fp8core.models.weights import StoredNames, is_linear, layer_of, rollout_formats
 from fp8core.numerics.recipe import TILE
 
 _MIB = 1 << 20
@@ -34,10 +34,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that a run is to fit.
-
-    `gpu`: each of its GPUs. `host`: its own memory; None where that is not known, and nothing is refused by it.
-    """
+    """`gpu`: each of its GPUs. `host`: its own memory; None where that is not known, and nothing is refused by it."""
 
     gpu: Device | None
     host: Device | None
@@ -68,10 +65,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Phase:
-    """The needs that lie on a device at the same time.
-
-    `limit`: bytes that it may take; None where it is unknown. `advice`: what to change where it takes more.
-    """
+    """Needs at the same time. `limit`: bytes, None where unknown. `advice`: what to change where they are more."""
 
     name: str
     needs: tuple[Need, ...]
@@ -80,7 +74,6 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Bytes."""
         return sum(need.bytes for need in self.needs)
 
     @property
@@ -107,23 +100,17 @@ class DevicePlan:
             return "host"
         return self.device.name if self.count == 1 else f"each of {self.count} {self.device.name}"
 
-    def refusals(self) -> list[str]:
-        return [
-            f"{phase.name} on {self.name} needs {gib(phase.total)} GiB ({_largest(phase)}), "
-            f"there are {gib(phase.limit)}; {phase.advice}"
-            for phase in self.phases
-            if phase.limit is not None and not phase.fits
-        ]
+    def refusals(self) -> Iterator[str]:
+        for phase in self.phases:
+            if phase.limit is not None and not phase.fits:
+                largest = sorted(phase.needs, key=lambda need: -need.bytes)[:3]
+                needs = ", ".join(f"{need.item} {gib(need.bytes)}" for need in largest)
+                needed = f"{phase.name} on {self.name} needs {gib(phase.total)} GiB ({needs})"
+                yield f"{needed}, there are {gib(phase.limit)}; {phase.advice}"
 
 
 def gib(size: int) -> str:
-    """Bytes as GiB for people: one decimal, more for what would be zero."""
     return f"{size / GIB:,.1f}" if size >= GIB / 10 or size == 0 else f"{size / GIB:.2g}"
-
-
-def _largest(phase: Phase) -> str:
-    largest = sorted(phase.needs, key=lambda need: -need.bytes)[:3]
-    return ", ".join(f"{need.item} {gib(need.bytes)}" for need in largest)
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -133,11 +120,10 @@ Part = list[tuple[Shapes, int]]
 FP32_BYTES, BF16_BYTES = 4, 2
 _WIDTH: dict[LinearFormat, int] = {"fp8_block": 1, "bf16": BF16_BYTES, "fp32": FP32_BYTES}
 _SCALE_BYTES = 4
-_FP64, _CODE = 8, 1
+_FP64 = 8
 _EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER = ".mlp.gate.weight"
-EMULATED = "FP64 beside codes or FP32, ready for exact products"
-"""Note on what `emulated_bytes` counts."""
+EMULATED = "FP64 beside FP32, ready for exact products"
 
 
 @dataclass(frozen=True)
@@ -217,9 +203,7 @@ _CACHE_WIDTH: dict[CacheFormat, int] = {"fp8": 1, "bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The KV cache of an engine; `engines` have one each, and one would decode `wanted` sequences together.
-
-    `sequence`: tokens of the longest prompt and completion; `sequences`: how many of these it holds."""
+    """The KV cache of each of `engines`: `sequences` of `sequence` tokens fit, `wanted` would be decoded together."""
 
     bytes: int
     bytes_per_token: int
@@ -234,50 +218,15 @@ class CacheRoom:
         return Need("KV cache", self.bytes, f"{self.bytes_per_token:,} bytes a token")
 
 
-def cache_room(
-    config: RunConfig, arch: Architecture, sequence: int, gib: float | None, free: int, shared: int = 1
-) -> CacheRoom:
-    """The KV cache of an engine on one of the `shared` GPUs that hold its layers together.
-
-    Its size is `gib`, or the bytes that are free where that is None."""
-    rollout = config.rollout
-    size = max(0, free) if gib is None else int(gib * GIB)
-    per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache) // shared
-    tokens = size // per_token
-    batch = math.ceil(rollout.drawn_prompts / config.cluster.engines) * rollout.group_size
-    return CacheRoom(
-        bytes=size,
-        bytes_per_token=per_token,
-        tokens=tokens,
-        sequence=sequence,
-        sequences=tokens // sequence,
-        wanted=min(batch, rollout.max_batch),
-        engines=config.cluster.engines,
-    )
-
-
-def cache_refusal(room: CacheRoom, length: str, wanted: int, size: str) -> str | None:
-    """Words on a cache without room for one sequence of the engine's longest, None where there is.
-
-    `length` and `size` are the settings of the longest sequence, which has `wanted` tokens, and of the cache's size."""
-    if room.tokens >= wanted:
-        return None
-    return (
-        f"the KV cache has room for {room.tokens:,} tokens, {length} is {wanted:,}; raise {size}, or lower "
-        f"{length.rpartition('.')[2]}"
-    )
-
-
 @dataclass(frozen=True)
 class EngineMemory:
-    """The memory that one engine takes of a GPU, or all engines take of the host.
+    """The memory of one engine on a GPU or the host.
 
     Attributes:
         needs: while it generates.
         asleep: while a training has the GPU; None for an engine that keeps everything.
         limit: bytes of the GPU that it may take; None where nothing bounds it.
-        advice: what to change where it takes more.
-        cache: its KV cache; None where that grows as it generates.
+        cache: None where that grows as it generates.
         refusal: why it would not start with this cache.
     """
 
@@ -291,25 +240,19 @@ class EngineMemory:
 
 def shipped_bytes(arch: Architecture, contract: PrecisionContract) -> StoredBytes:
     """The bytes that one sync sends, which the engine then holds."""
-    formats = rollout_formats(contract, arch.num_layers).stored_names()
-    return stored_bytes(parameter_shapes(arch), formats)
+    return stored_bytes(parameter_shapes(arch), rollout_formats(contract, arch.num_layers).stored_names())
 
 
 def cache_bytes_per_token(arch: Architecture, form: CacheFormat) -> int:
     return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * _CACHE_WIDTH[form]
 
 
-def engine_weights(shipped: StoredBytes) -> Need:
-    return Need("engine weights", shipped.total, "as they are sent")
+def engine_weights(config: RunConfig, arch: Architecture, parts: int = 1) -> Need:
+    note = "as they are sent" if parts == 1 else f"as they are sent, 1 of {parts} parts"
+    return Need("engine weights", math.ceil(shipped_bytes(arch, config.precision).total / parts), note)
 
 
-def emulated_bytes(arch: Architecture, formats: Formats) -> int:
-    """Weights as the exact emulation holds them: linears, routers and head twice, the rest once."""
-    names = formats.stored_names()
-    # Scales that are no powers of two are applied to FP32 values.
-    coded = _CODE + (FP32_BYTES if formats.recipe.weights.rule == "fp32" else 0)
-    size = 0
-    for name, shape in parameter_shapes(arch).items():
-        twice = is_linear(name) or name == HEAD or name.endswith(ROUTER)
-        size += math.prod(shape) * ((coded if names.of(name) == "fp8_block" else FP32_BYTES) + (_FP64 if twice else 0))
-    return size + (count_parameters(arch).head * (FP32_BYTES + _FP64) if arch.tie_embeddings else 0)
+def emulated_bytes(arch: Architecture) -> int:
+    """Weights as the exact emulation holds them: all in FP32, and those of linears and head in FP64 too."""
+    counts = count_parameters(arch)
+    return counts.total * FP32_BYTES + (counts.linear + counts.head) * _FP64

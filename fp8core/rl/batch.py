@@ -12,8 +12,6 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from fp8core.numerics.logprobs import Truncation
-
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -24,14 +22,12 @@ class TokenBatch:
         valid: bool [B, T], False on padding.
         completion: bool [B, T], True on tokens the policy wrote; never in column 0.
         experts: int16 [B, T, sparse layers, k] to replay, -1 where the router is to choose; None without replay.
-        truncation: of the distributions that completions are scored under; None for whole ones.
     """
 
     tokens: Tensor
     valid: Tensor
     completion: Tensor
     experts: Tensor | None = None
-    truncation: Truncation | None = None
 
     @classmethod
     def of(
@@ -74,7 +70,7 @@ class TokenBatch:
     def part(self, rows: slice | list[int], length: int | None = None) -> "TokenBatch":
         tokens, valid, completion = (x[rows, :length] for x in (self.tokens, self.valid, self.completion))
         experts = None if self.experts is None else self.experts[rows, :length]
-        return TokenBatch(tokens, valid, completion, experts, self.truncation)
+        return TokenBatch(tokens, valid, completion, experts)
 
 
 @dataclass(frozen=True)

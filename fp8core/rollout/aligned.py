@@ -1,8 +1,8 @@
-"""A decoder in an engine's modules that computes with the functions that train: the part that no engine decides.
+"""A decoder in an engine's modules that computes with the functions that train.
 
-An engine's model brings weights, named and laid out as it has them, and attention over its cache. Everything between is
-called from `fp8core.numerics`, as the trainer calls it. None of it depends on other rows. So a token's log-prob is the
-same decoded alone, in a batch, after a hit in the prefix cache, and scored in training.
+An engine's model brings weights, named and laid out as it has them, and attention over its cache. None of what lies
+between depends on other rows. So a token's log-prob is the same decoded alone, in a batch, after a hit in the prefix
+cache, and scored in training.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,7 +67,7 @@ class AlignedDecoder(nn.Module):
     sines: Tensor
 
     def prepare(self, config: Any, heads: HeadLayout, device: torch.device) -> None:
-        """Lay out what the forward reads beside weights; `config` is that of `aligned_config`, `heads` of this GPU."""
+        """`config` is that of `aligned_config`, `heads` of this GPU."""
         arch = decoder_of(config)
         self._arch, self._heads, self.recipe = arch, heads, aligned_recipe(config)
         tables = [KERNELS.tables(table) for table in rotary_tables(arch)]
@@ -95,7 +95,6 @@ class AlignedDecoder(nn.Module):
         return part
 
     def joined_codes(self, part: Codes) -> Codes:
-        """All columns of codes and scales; groups are whole on each GPU."""
         return part
 
     def _add_norm(self, x: Tensor, added: Tensor | None, norm: Any, linear: Any) -> tuple[Tensor, Operand]:

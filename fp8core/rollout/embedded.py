@@ -1,7 +1,7 @@
-"""The rollout engine that runs the trainer's own decoder: exact on a CPU, no installation, no GPU."""
+"""The rollout engine that runs the trainer's own decoder: exact, on a CPU."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,9 +13,8 @@ from fp8core.models.experts import RecordedRouting
 from fp8core.models.weights import Formats, PolicyWeights, PreparedWeights, load_policy, rollout_formats
 from fp8core.numerics.attention import FP8_CACHE_FORMS
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.logprobs import greedy, log_softmax, sample, truncate, uniform
-from fp8core.progress import tell_progress
-from fp8core.resources.memory import EMULATED, Device, EngineMemory, Need, emulated_bytes, engine_weights, shipped_bytes
+from fp8core.numerics.logprobs import greedy, log_softmax, sample, uniform
+from fp8core.resources.memory import EMULATED, Device, EngineMemory, Need, emulated_bytes, engine_weights
 from fp8core.rollout.engine import (
     Completion,
     Finish,
@@ -26,18 +25,20 @@ from fp8core.rollout.engine import (
     SyncReport,
     check_scales,
     finish_of,
+    generated,
 )
-from fp8core.rollout.kv_cache import ContinuedRows, Key, KvCache, StoredRow
+from fp8core.rollout.kv_cache import KvCache
 from fp8core.rollout.registry import EngineEntry
 
 
 @dataclass
 class _Sequence:
-    """A completion in progress: `begun` with `before` tokens, it has all that it may have now with `last`."""
+    """A completion in progress: `before` of the tokens of its context are its own, `last` is its longest length."""
 
-    begun: Key
     group: int
     sample: int
+    seed: int
+    context: tuple[int, ...]
     before: int
     last: int
     tokens: list[int] = field(default_factory=list)
@@ -49,12 +50,7 @@ class _Sequence:
     def of(cls, group: PromptGroup, i: int, longest: int) -> "_Sequence":
         before = len(group.begun_of(i))
         last = before + group.room_of(i, longest)
-        return cls((group.seeds[i], group.context(i)), group.group, group.samples[i], before, last)
-
-    @property
-    def key(self) -> Key:
-        seed, context = self.begun
-        return seed, (*context, *self.tokens)
+        return cls(group.group, group.samples[i], group.seeds[i], group.context(i), before, last)
 
     @property
     def room(self) -> int:
@@ -62,7 +58,7 @@ class _Sequence:
 
     @property
     def length(self) -> int:
-        return len(self.begun[1]) + len(self.tokens)
+        return len(self.context) + len(self.tokens)
 
     def completion(self) -> Completion:
         assert self.finish is not None, "a completion in progress"
@@ -74,7 +70,7 @@ class _Sequence:
             return
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if token in sampling.stop_ids or self.before + len(self.tokens) == self.last:
+        if token in sampling.stop_ids or not self.room:
             self.finish = finish_of(self.tokens, self.before, sampling)
 
 
@@ -82,8 +78,6 @@ class EmbeddedEngine:
     def __init__(self, arch: Architecture, formats: Formats, max_batch: int) -> None:
         self._decoder = Decoder(arch, formats)
         self._max_batch = max_batch
-        # Completions whose room ended under the present policy.
-        self._open = ContinuedRows({"open"})
         self._stored: dict[str, Tensor] = {}
         self._weights: PolicyWeights | None = None
         self._scales: PolicyScales | None = None
@@ -91,7 +85,6 @@ class EmbeddedEngine:
     def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
         fp8_cache = any(layer.attention.name in FP8_CACHE_FORMS for layer in self._decoder.formats.layers)
         check_scales(scales, version, self._decoder.arch.num_layers if fp8_cache else 0)
-        self._open.clear()
         stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._weights = load_policy(self._decoder.arch, PreparedWeights(stored, self._decoder.formats.recipe.weights))
         self._stored, self._scales = stored, scales
@@ -113,35 +106,15 @@ class EmbeddedEngine:
         """Keep everything: weights and caches lie in main memory."""
 
     def close(self) -> None:
-        self._open.clear()
         self._stored, self._weights, self._scales = {}, None, None
 
-    @torch.no_grad()
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        """Generate wave by wave; each yield holds all completions of the groups that finished together."""
-        assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
-        held: dict[int, dict[int, Completion]] = {g.group: {} for g in groups if g.samples}
-        samples = {group.group: group.samples for group in groups}
-        begun, total = 0, sum(map(len, samples.values()))
-        for wave in _waves(groups, self._max_batch):
-            size = sum(len(group.samples) for group in wave)
-            for place, ended in enumerate(self._wave(wave, sampling), 1):
-                # As completions, of whose tokens so many may be missing.
-                tell_progress(begun + size * place // sampling.max_new_tokens, total)
-                for completion in ended:
-                    held[completion.group][completion.sample] = completion
-                whole = [group for group, completions in held.items() if len(completions) == len(samples[group])]
-                ready = {group: held.pop(group) for group in whole}
-                if ready:
-                    yield [found[sample] for group, found in ready.items() for sample in samples[group]]
-            begun += size
+        yield from generated(self.open_session(sampling), groups)
 
     def open_session(self, sampling: Sampling) -> "EmbeddedSession":
         assert self._weights is not None, "update() comes before open_session()"
         assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
-        # Of no more than two batches: the next turn of an episode goes on from its last one.
-        kept = None if sampling.report_experts else ContinuedRows(("stop", "open"), 2 * self._max_batch)
-        return EmbeddedSession(self, sampling, self._max_batch, kept)
+        return EmbeddedSession(self, sampling, self._max_batch)
 
     @torch.no_grad()
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
@@ -151,14 +124,6 @@ class EmbeddedEngine:
         logprobs = log_softmax(self._decoder.formats.head.logits(hidden, self._weights.head), temperature)
         targets = torch.tensor([probe.target for probe in probes])
         return [logprobs.gather(-1, targets[:, None]).squeeze(-1).float().tolist()]
-
-    def _wave(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        assert self._scales is not None, "update() comes before generate()"
-        kept = None if sampling.report_experts else self._open
-        session = EmbeddedSession(self, sampling, sum(len(group.seeds) for group in groups), kept)
-        session.add(groups)
-        while session.busy:
-            yield session.step()
 
     def _prefill(
         self, contexts: Sequence[Sequence[int]], room: int, record: RecordedRouting | None
@@ -185,25 +150,21 @@ class EmbeddedEngine:
         assert self._weights is not None
         temperature = sampling.temperature or 1.0
         logits = self._decoder.formats.head.logits(hidden, self._weights.head)
-        logprobs = log_softmax(truncate(logits, temperature, sampling.truncation), temperature)
+        logprobs = log_softmax(logits, temperature)
         drawn = uniform(seeds, places)
         tokens = greedy(logprobs) if sampling.temperature == 0 else sample(logprobs, drawn)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
-
-
-_Part = tuple[list[_Sequence], Tensor, KvCache, list[int]]
-"""Rows, the hidden state of each one's last token, their cache, and their places in it."""
 
 
 class EmbeddedSession:
     """Requests that are decoded together, and enter between two tokens.
 
     A token depends on its row alone. When rows enter, the cache is copied, which costs about a decoding step: they wait
-    until they are a quarter of those in progress. `kept`: None where every row is computed from its beginning.
+    until they are a quarter of those in progress.
     """
 
-    def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int, kept: ContinuedRows | None) -> None:
-        self._engine, self._sampling, self._max_batch, self._kept = engine, sampling, max_batch, kept
+    def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int) -> None:
+        self._engine, self._sampling, self._max_batch = engine, sampling, max_batch
         self._waiting: list[_Sequence] = []
         self._rows: list[_Sequence] = []
         self._cache: KvCache | None = None
@@ -221,22 +182,19 @@ class EmbeddedSession:
     @torch.no_grad()
     def step(self) -> list[Completion]:
         live = sum(not row.finish for row in self._rows)
-        if self._waiting and live < self._max_batch and 4 * len(self._waiting) >= live:
-            self._admit(self._max_batch - live)
+        entering = min(len(self._waiting), self._max_batch - live)
+        if entering and 4 * entering >= live:
+            self._admit(entering)
         rows, cache = self._rows, self._cache
         if not rows or cache is None:
             return []
-        seeds = torch.tensor([row.begun[0] for row in rows], dtype=torch.int64)
+        seeds = torch.tensor([row.seed for row in rows], dtype=torch.int64)
         places = torch.tensor([row.before + len(row.tokens) for row in rows])
         tokens, logprobs = self._engine._draw(self._hidden, seeds, places, self._sampling)
-        going = [i for i, row in enumerate(rows) if not row.finish]
+        live_rows = [row for row in rows if not row.finish]
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.note(token, logprob, self._sampling)
-        ended = [i for i in going if rows[i].finish]
-        done = [rows[i].completion() for i in ended]
-        if self._kept is not None:
-            for i, ending in zip(ended, done, strict=True):
-                self._kept.keep(rows[i].key, ending.finish, cache, i)
+        done = [row.completion() for row in live_rows if row.finish]
         keep = [i for i, row in enumerate(rows) if not row.finish]
         if not keep:
             self._rows, self._cache = [], None
@@ -253,50 +211,25 @@ class EmbeddedSession:
         return done
 
     def close(self) -> None:
-        self._waiting, self._rows, self._cache, self._kept = [], [], None, None
+        self._waiting, self._rows, self._cache = [], [], None
 
-    def _admit(self, most: int) -> None:
-        entering, self._waiting = self._waiting[:most], self._waiting[most:]
-        taken = [None if self._kept is None else self._kept.take(row.begun) for row in entering]
-        going_on = [(row, stored) for row, stored in zip(entering, taken, strict=True) if stored is not None]
-        parts = [self._going_on(going_on)]
-        parts += [self._prefilled([row for row, stored in zip(entering, taken, strict=True) if stored is None])]
-        if self._cache is not None:
-            live = [i for i, row in enumerate(self._rows) if not row.finish]
-            parts.append(([self._rows[i] for i in live], self._hidden[live], self._cache, live))
-        parts = [part for part in parts if part[0]]
-        (self._rows, self._hidden, self._cache, _), *others = parts
-        if others:
-            self._rows = [row for rows, _, _, _ in parts for row in rows]
-            self._hidden = torch.cat([hidden for _, hidden, _, _ in parts])
-            stored = [cache.stored(i) for _, _, cache, places in parts for i in places]
-            self._cache = KvCache.going_on(stored, max(row.room for row in self._rows))
-
-    def _prefilled(self, rows: list[_Sequence]) -> _Part:
+    def _admit(self, count: int) -> None:
+        """Compute the contexts of the next rows, and put their cache below that of the others."""
+        entering, self._waiting = self._waiting[:count], self._waiting[count:]
         contexts: dict[tuple[int, ...], int] = {}
-        owners = torch.tensor([contexts.setdefault(row.begun[1], len(contexts)) for row in rows], dtype=torch.int64)
-        if not rows:
-            return rows, owners, KvCache(torch.empty(0, 0), 0, 0), []
-        hidden, cache = self._engine._prefill([*contexts], max(row.room for row in rows), self._record)
+        owners = torch.tensor([contexts.setdefault(row.context, len(contexts)) for row in entering])
+        hidden, cache = self._engine._prefill([*contexts], max(row.room for row in entering), self._record)
         if self._record is not None:
-            self._note_experts(rows, self._record.recorded(len(contexts))[owners])
+            self._note_experts(entering, self._record.recorded(len(contexts))[owners])
         cache.select(owners)
-        return rows, hidden[owners], cache, [*range(len(rows))]
-
-    def _going_on(self, taken: Sequence[tuple[_Sequence, StoredRow]]) -> _Part:
-        """Rows whose contexts begin with what was kept: the rest is computed, padded on its left."""
-        rows, kept = [row for row, _ in taken], [stored for _, stored in taken]
-        if not rows:
-            return rows, torch.empty(0), KvCache(torch.empty(0, 0), 0, 0), []
-        rests = [row.begun[1][stored.keys[0].shape[1] :] for row, stored in taken]
-        longest = max(map(len, rests))
-        cache = KvCache.going_on(kept, longest + max(row.room for row in rows))
-        tokens = torch.tensor([(0,) * (longest - len(rest)) + rest for rest in rests])
-        columns = torch.arange(longest)
-        lengths = torch.tensor([len(row.begun[1]) for row in rows])[:, None]
-        cache.begin(longest, columns >= longest - torch.tensor([len(rest) for rest in rests])[:, None])
-        positions = (lengths - longest + columns).clamp(min=0)
-        return rows, self._engine._hidden(tokens, positions, cache, None), cache, [*range(len(rows))]
+        live = [i for i, row in enumerate(self._rows) if not row.finish]
+        if live and self._cache is not None:
+            stored = [self._cache.stored(i) for i in live] + [cache.stored(i) for i in range(count)]
+            self._rows = [*(self._rows[i] for i in live), *entering]
+            self._hidden = torch.cat([self._hidden[live], hidden[owners]])
+            self._cache = KvCache.of(stored, max(row.room for row in self._rows))
+        else:
+            self._rows, self._hidden, self._cache = entering, hidden[owners], cache
 
     @staticmethod
     def _note_experts(rows: Sequence[_Sequence], chosen: Tensor) -> None:
@@ -306,30 +239,10 @@ class EmbeddedSession:
                 row.experts.append(positions[-row.length :])
 
 
-def _waves(groups: Sequence[PromptGroup], size: int) -> Iterator[list[PromptGroup]]:
-    wave: list[PromptGroup] = []
-    for part in (part for group in groups for part in _parts(group, size)):
-        if wave and sum(len(other.seeds) for other in (*wave, part)) > size:
-            yield wave
-            wave = []
-        wave.append(part)
-    if wave:
-        yield wave
-
-
-def _parts(group: PromptGroup, size: int) -> Iterator[PromptGroup]:
-    for start in range(0, len(group.seeds), size):
-        rows = slice(start, start + size)
-        yield replace(
-            group, samples=group.samples[rows], seeds=group.seeds[rows], begun=group.begun[rows], room=group.room[rows]
-        )
-
-
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
     """Its weights as they are sent, and ready; its cache grows as it generates."""
-    weights = engine_weights(shipped_bytes(arch, config.precision))
-    formats = rollout_formats(config.precision, arch.num_layers)
-    return EngineMemory((weights, Need("engine weights, ready", emulated_bytes(arch, formats), EMULATED)))
+    weights = engine_weights(config, arch)
+    return EngineMemory((weights, Need("engine weights, ready", emulated_bytes(arch), EMULATED)))
 
 
 ENGINE = EngineEntry(

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.logprobs import Truncation
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec
 
 _Value = TypeVar("_Value")
@@ -20,12 +20,10 @@ class PromptGroup:
     """One prompt and the seeds of its completions.
 
     Attributes:
-        group: index of the prompt within the step.
-        prompt_id: identity of the prompt across steps.
         prompt: token ids, at least one.
         samples: index of each completion within the group.
         seeds: signed 64-bit seed of each completion.
-        begun: tokens that each completion has already, which it goes on from; nothing where none has any.
+        begun: tokens that each completion has already; nothing where none has any.
         room: tokens that each may write now, at least one; nothing where only `Sampling.max_new_tokens` limits them.
     """
 
@@ -58,27 +56,19 @@ class PromptGroup:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The rules by which tokens are chosen.
-
-    Attributes:
-        temperature: of the softmax that is sampled from; 0 is greedy (log-probs are then those of temperature 1).
-        stop_ids: tokens that end a completion; the stop token is part of it.
-        report_experts: whether completions carry the experts that a mixture of experts chose.
-        truncation: what is left of the tempered distribution, from which tokens and their log-probs are then.
-    """
+    """Temperature 0 is greedy, with log-probs of temperature 1; a stop token is part of its completion."""
 
     temperature: float
     max_new_tokens: int
     stop_ids: frozenset[int]
     report_experts: bool = False
-    truncation: Truncation | None = None
 
 
 Finish = Literal["stop", "length", "stop_string", "open", "turns", "observation"]
 
 
 def finish_of(tokens: Sequence[int], begun: int, sampling: Sampling) -> Finish:
-    """Of a completion that writes no more: a stop token ends it also where it is the last that it may have."""
+    """A stop token ends a completion also where it is the last that it may have."""
     if tokens[-1] in sampling.stop_ids:
         return "stop"
     return "length" if begun + len(tokens) == sampling.max_new_tokens else "open"
@@ -89,10 +79,10 @@ class Completion:
     """One rollout.
 
     Attributes:
-        tokens: generated ids, the stop token included; of one that was begun, those that are new.
+        tokens: new ids, the stop token included.
         logprobs: FP32 log-prob of each token under the distribution it was drawn from (nats).
-        finish: `stop`, `length`, of what was cut after a stop string `stop_string`, of what had no more room `open`.
-            Of an episode that its environment did not end also `turns` and `observation` (`rollout.episodes`).
+        finish: `stop_string` of what was cut after one, `open` of what had no more room; `turns`, `observation` of an
+            episode that its environment did not end.
         experts: when reported, int16 [positions, sparse layers, k], ascending; of all positions but the last.
         written: which tokens the policy wrote; its environment wrote the others. None: it wrote them all.
     """
@@ -123,7 +113,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class PolicyScales:
-    """Scales of Q, K and V of every layer, for one version of the policy; no layers when the cache is not FP8."""
+    """Scales of Q, K and V by layer; no layers when the cache is not FP8."""
 
     version: int
     layers: tuple[LayerScales, ...]
@@ -159,24 +149,24 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Nothing is generated until the next update: an engine that shares a device may give its memory back."""
+        """An engine that shares a device may give its memory back until the next update."""
         ...
 
     def close(self) -> None: ...
 
 
 class Session(Protocol):
-    """Requests in flight, to which others are added between steps; what they give depends on none of the others."""
+    """Requests in flight; what they give depends on none of the others."""
 
     @property
     def busy(self) -> bool: ...
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Further requests; several groups may have one number, as long as none of their samples is in flight."""
+        """Several groups may have one number, as long as none of their samples is in flight."""
         ...
 
     def step(self) -> list[Completion]:
-        """Move all of them by one token or so: the completions that are finished now, in any order."""
+        """Move all by one token or so: the completions that are finished now, in any order."""
         ...
 
     def close(self) -> None: ...
@@ -184,11 +174,28 @@ class Session(Protocol):
 
 @runtime_checkable
 class StreamingEngine(RolloutEngine, Protocol):
-    """An engine that takes requests while others are in flight, as episodes of several turns need it."""
+    """An engine that takes requests while others are in flight."""
 
     def open_session(self, sampling: Sampling) -> Session:
         """Nothing else may be asked of the engine until the session is closed."""
         ...
+
+
+def generated(session: Session, groups: Sequence[PromptGroup]) -> Iterator[list[Completion]]:
+    """Whole groups, until the session ends."""
+    open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
+    sizes = {group.group: len(group.seeds) for group in groups}
+    with closing(session):
+        session.add(groups)
+        while session.busy:
+            finished = list[Completion]()
+            for completion in session.step():
+                completions = open_[completion.group]
+                completions.append(completion)
+                if len(completions) == sizes[completion.group]:
+                    finished += sorted(open_.pop(completion.group), key=lambda each: each.sample)
+            if finished:
+                yield finished
 
 
 def sample_seed(run_seed: int, step: int, group: int, sample: int) -> int:
@@ -216,16 +223,16 @@ def check_lengths(groups: Sequence[PromptGroup], max_new_tokens: int, setting: s
 
 @runtime_checkable
 class MemoryReader(RolloutEngine, Protocol):
-    """An engine with a process of its own, which reads weights where another process of its machine has them."""
+    """An engine with a process of its own, which reads weights in the memory of another process."""
 
     def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
-        """`update` begins: refuse what does not fit; nothing is written."""
+        """`update` begins: refuse what does not fit."""
         ...
 
     def write(self, shared: SharedWeights) -> None:
-        """Write some of the expected weights, which this or another process shares meanwhile; once or more."""
+        """Write some of the expected weights; once or more."""
         ...
 
     def finish(self, scales: PolicyScales, version: int) -> SyncReport:
-        """`update` ends, when all expected weights are written: set the scales and read everything back."""
+        """`update` ends: set the scales and read everything back."""
         ...

@@ -1,8 +1,4 @@
-"""An episode of a policy and an environment: in progress, turn by turn, and as it is when it is over.
-
-An episode is one completion. Its tokens are everything after the prompt: the policy's as it drew them, and the
-environment's; `written` is the mask of the policy's.
-"""
+"""An episode of a policy and an environment, which is one completion: its tokens are everything after the prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +11,7 @@ from fp8core.rollout.engine import Completion, Finish, PromptGroup
 
 
 class Begun(NamedTuple):
-    """An episode that goes on: its tokens after the prompt, replies, and the ends of the policy's answered turns."""
+    """Tokens of an episode that goes on, replies, and the ends of the answered turns of the policy."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -25,13 +21,7 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class TurnBudget:
-    """Budgets of an episode, beside the tokens of its row (`Sampling.max_new_tokens`); None: no other limit.
-
-    Attributes:
-        turn_tokens: that the policy may write in a turn.
-        observation_tokens: of the longest observation; a longer one ends the episode.
-        prompt_tokens: of the longest first messages.
-    """
+    """Tokens of a turn of the policy, of an observation and of the first messages; None: no other limit."""
 
     turns: int
     turn_tokens: int | None = None
@@ -48,8 +38,7 @@ class TurnRecord:
         said: the answer's messages, JSON as of `said_json`; empty where the answer was an outcome.
         calls: tool calls of the policy, JSON: a list of name and arguments.
         malformed: why what looked like a call is none, else empty.
-        failed: how many of the calls failed.
-        seconds: that the environment took; never compared.
+        seconds: that the environment took.
     """
 
     begin: int
@@ -66,7 +55,7 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode: finished, or one that goes on later, whose completion has `open` for its finish.
+    """An episode that is over, or goes on later and has `open` for its finish.
 
     Attributes:
         prompt: the environment's first messages, or the group's where it said none.
@@ -101,8 +90,6 @@ class Episode:
 
 
 class OpenEpisode:
-    """An episode in progress: it hears the environment and speaks as the policy does, by turns."""
-
     def __init__(self, request: PromptGroup, task: Task, talk: Talk, budget: TurnBudget, row_tokens: int) -> None:
         self.request, self.task = request, task
         self.tokens, self.heard, self.actions = list[int](), list[Turn](), list[Action]()

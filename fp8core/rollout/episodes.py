@@ -1,8 +1,7 @@
-"""Episodes: the policy and an environment speak in turns, many episodes at once; one turn without an environment.
+"""Episodes: the policy and an environment speak in turns, many episodes at once.
 
 Each turn of an episode is a request that goes on from all tokens so far (`PromptGroup.begun`). They are drawn by the
-episode's own seed at its own positions. While an environment works, requests of other episodes stay in flight. The
-order of replies decides when a token is written, and never which.
+episode's own seed at its own positions. The order of replies decides when a token is written, and never which.
 """
 
 import math
@@ -30,20 +29,18 @@ _Repeated = deque[tuple[Turn, Action | None]]
 
 
 class Pool(Protocol):
-    """Environments of open episodes, moved by calls; `environments.pool.EnvironmentPool` is the one with processes."""
+    """Environments of open episodes (`environments.pool.EnvironmentPool`)."""
 
-    def begin(self, episode: Key, task: Task) -> None:
-        """Start an episode; an earlier one that rests ends."""
-        ...
+    def begin(self, episode: Key, task: Task) -> None: ...
 
     def act(self, episode: Key, action: Action) -> None: ...
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
-        """Answers of environments that have come, with their seconds; `wait`: at least one, if it comes in time."""
+        """`wait`: for at least one, if it comes in time."""
         ...
 
     def rest(self, episode: Key) -> None:
-        """Nothing is asked of an open episode for a while; it may be ended where others need its room."""
+        """It may be ended where others need its room."""
         ...
 
     def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
@@ -58,8 +55,8 @@ class MultiTurn:
     """Environments, the form of conversations with them, their tasks, and budgets.
 
     Attributes:
-        begun: episodes that go on, as a call has left or as a run has stored them. An environment that is not open any
-            more is asked the same again; one that answers otherwise has crashed.
+        begun: episodes that go on, as a call has left or as a run has stored them. An environment that is closed is
+            asked the same again; one that answers otherwise has crashed.
         room: tokens that an episode writes, at most to the end of one turn and its answer; None: to its end.
     """
 
@@ -89,10 +86,6 @@ def run_episodes(
 
     One is empty after each second in which no environment answered: the caller may end it all then. With
     `MultiTurn.room` an episode has finished when it is over or has written so much.
-
-    Args:
-        engine: nothing else may be asked of it meanwhile.
-        sampling: `max_new_tokens` limits a whole episode, observations included.
 
     Raises UserError: the chat template rewrites what was before (`environments.chat`), or the engine refuses a request.
     """

@@ -1,15 +1,10 @@
-"""Stored keys and values of completions that the embedded engine decodes together."""
+"""Keys and values of completions that the embedded engine decodes together."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from fp8core.rollout.engine import Finish
-
-Key = tuple[int, tuple[int, ...]]
-"""Seed of a completion, and all its tokens with those of its prompt."""
 
 
 class StoredRow(NamedTuple):
@@ -35,11 +30,11 @@ class KvCache:
         self._values: list[Tensor | None] = [None] * num_layers
         self.mask = torch.empty(0)
 
-    def begin(self, length: int, valid: Tensor | None = None) -> None:
-        """Open `length` further columns, and set the mask of their queries; `valid`: bool [B, length], None for all."""
+    def begin(self, length: int) -> None:
+        """Open `length` further columns, and set the mask of their queries."""
         start, self._columns = self._columns, self._columns + length
         if start:
-            self._valid[:, start : self._columns] = True if valid is None else valid
+            self._valid[:, start : self._columns] = True
         columns = torch.arange(self._columns)
         queries = columns[start:, None]
         visible = (columns <= queries) & self._valid[:, None, : self._columns]
@@ -57,7 +52,7 @@ class KvCache:
         return keys[:, :, : self._columns], values[:, :, : self._columns]
 
     @classmethod
-    def going_on(cls, rows: Sequence[StoredRow], room: int) -> "KvCache":
+    def of(cls, rows: Sequence[StoredRow], room: int) -> "KvCache":
         lengths = [row.keys[0].shape[1] for row in rows]
         columns = torch.arange(longest := max(lengths))
         cache = cls(columns >= longest - torch.tensor(lengths)[:, None], longest + room, len(rows[0].keys))
@@ -88,27 +83,3 @@ def _left_padded(parts: Sequence[Tensor], longest: int, room: int) -> Tensor:
     for row, part in zip(whole, parts, strict=True):
         row[:, longest - part.shape[1] : longest] = part
     return whole
-
-
-class ContinuedRows:
-    """Rows of completions that ended, by seed, for others that go on from them: the newest `most`, or all."""
-
-    def __init__(self, finishes: Collection[Finish], most: int | None = None) -> None:
-        self._finishes, self._most = finishes, most
-        # All tokens, and what the cache had of them when they were complete.
-        self._rows: dict[int, tuple[tuple[int, ...], StoredRow]] = {}
-
-    def take(self, key: Key) -> StoredRow | None:
-        seed, tokens = key
-        known = self._rows.pop(seed, None)
-        return known[1] if known is not None and tokens[: len(known[0])] == known[0] else None
-
-    def keep(self, key: Key, finish: Finish, cache: KvCache, row: int) -> None:
-        if finish not in self._finishes:
-            return
-        self._rows[key[0]] = key[1], cache.stored(row)
-        if self._most is not None and len(self._rows) > self._most:
-            del self._rows[next(iter(self._rows))]
-
-    def clear(self) -> None:
-        self._rows.clear()

@@ -1,7 +1,4 @@
-"""The rollout engines: each is registered once, with all that code outside its folder may ask of it.
-
-`rollout.engine` is a name of `config.shipped.ENGINES`, or the import path `module:NAME` of an `EngineEntry`.
-"""
+"""The rollout engines: each is registered once, with all that code outside its folder may ask of it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +12,7 @@ if TYPE_CHECKING:
     from fp8core.config.capability import Environment, Node
     from fp8core.config.run import RunConfig
     from fp8core.models.architecture import Architecture
-    from fp8core.resources.memory import Device, EngineMemory, Machine
+    from fp8core.resources.memory import Device, EngineMemory
     from fp8core.rollout.engine import RolloutEngine
 
 Arithmetic = Literal["exact", "kernels", "own"]
@@ -27,7 +24,6 @@ def no_refusals(*_: object) -> Iterable[str]:
 
 
 def longest_refusals(setting: str, longest: int | None, arch: "Architecture") -> Iterable[str]:
-    """An engine's own limit of prompt and completion, where it is above the positions of a model."""
     if longest is not None and longest > arch.max_positions:
         yield f"{setting}={longest}: the model has {arch.max_positions} positions; lower it, or set it to null"
 
@@ -39,9 +35,9 @@ def no_environment(*_: object) -> "Environment":
 
 
 def host_memory(config: "RunConfig", arch: "Architecture", gpu: "Device | None") -> "EngineMemory":
-    from fp8core.resources.memory import EngineMemory, engine_weights, shipped_bytes
+    from fp8core.resources.memory import EngineMemory, engine_weights
 
-    return EngineMemory((engine_weights(shipped_bytes(arch, config.precision)),))
+    return EngineMemory((engine_weights(config, arch),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +50,15 @@ class EngineEntry:
         check, check_model: why it cannot run a configuration on a machine, or a model, a message each.
         requirements: what of it is installed, in words; UserError where something is missing.
         environment: variables that are set before its libraries are imported.
-        memory: what one engine takes of a GPU, or of the host for None.
         gpus: on how many GPUs all engines generate; 0 for the host.
         tensor_parallel: GPUs, or places on a CPU, that share the layers of one engine.
-        usable: what of a machine a run with it can use.
         longest: tokens of the longest prompt with its completion.
         arithmetic: `exact` as the exact trainer, `kernels` as the packed one, `own` as neither.
-        continues: how it goes on from what was begun (`PromptGroup.begun`): `equal` with the tokens that it would write
-            in one go, `anew` with others of the same distribution, or not.
+        continues: how it goes on from `PromptGroup.begun`: `equal` with the tokens of one go, `anew`
+            with others of the same distribution, or not.
         sleeps: whether it gives its memory back between a rollout and the next update.
         own_process: whether each training needs a new process, because its libraries read the environment once.
-        stock: settings with which it runs its own model; an aligned one computes FP8 alone.
+        stock: settings with which it runs its own model.
     """
 
     name: str
@@ -77,7 +71,6 @@ class EngineEntry:
     memory: Callable[["RunConfig", "Architecture", "Device | None"], "EngineMemory"] = host_memory
     gpus: Callable[["RunConfig"], int] = lambda config: 0
     tensor_parallel: Callable[["RunConfig"], int] = lambda config: 1
-    usable: Callable[["Machine", "Node"], "Machine"] = lambda machine, node: machine
     longest: Callable[["RunConfig", "Architecture"], int] = lambda config, arch: arch.max_positions
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
     continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
@@ -87,7 +80,7 @@ class EngineEntry:
 
 
 def find_entry(name: str) -> EngineEntry:
-    """The entry of a name, or at an import path. Raises UserError: there is none."""
+    """Raises UserError: there is none."""
     entry = import_attribute(ENGINES.get(name, name), f"rollout.engine={name}")
     if not isinstance(entry, EngineEntry):
         raise UserError(f"rollout.engine={name}: it is no EngineEntry (fp8core/rollout/registry.py)")
@@ -95,7 +88,6 @@ def find_entry(name: str) -> EngineEntry:
 
 
 def continuation_of(config: "RunConfig") -> Continuation:
-    """`EngineEntry.continues` of the engine that a configuration chooses."""
     return engine_entry(config).continues(config)
 
 

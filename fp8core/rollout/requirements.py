@@ -1,5 +1,6 @@
 """Requirements of vLLM and SGLang, checked before either is imported: release, formats, shapes, memory."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
@@ -16,12 +17,13 @@ from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_t
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.numerics.recipe import TILE
 from fp8core.resources.memory import (
+    GIB,
     CacheRoom,
     Device,
     EngineMemory,
     Need,
-    cache_refusal,
-    cache_room,
+    cache_bytes_per_token,
+    engine_weights,
 )
 from fp8core.rollout.aligned import POINTS
 from fp8core.rollout.registry import longest_sequence
@@ -48,10 +50,9 @@ class EngineBuild:
 def find_release(
     engine: str, platform: str, releases: Mapping[str, str], install: str, version_of: VersionOf = installed_version
 ) -> EngineBuild:
-    """The installed distribution of an engine.
+    """`releases`: the one that we are written for, by distribution; a name with `-cpu` needs no GPU.
 
-    `releases`: the one that we are written for, by distribution; a name with `-cpu` needs no GPU. Raises UserError:
-    none is installed, another release, or one that does not run on this platform.
+    Raises UserError: none is installed, another release, or one that does not run on this platform.
     """
     for name, release in releases.items():
         try:
@@ -83,10 +84,7 @@ def stock_refusals(contract: PrecisionContract, build: EngineBuild) -> Iterator[
 def aligned_refusals(
     place: str, contract: PrecisionContract, also: Mapping[str, tuple[Any, Any, str]]
 ) -> Iterator[str]:
-    """The refusals of an aligned model; `place` is the setting that chose it.
-
-    `also`: what else an engine needs: the setting -> its value, the one it must be, and the reason.
-    """
+    """`place`: the setting that chose the model. `also`: setting -> its value, the one it must be, and the reason."""
     rollout = contract.rollout
     needed = {
         "precision.rounding_points": (contract.rounding_points, POINTS, "its operations round there"),
@@ -101,7 +99,6 @@ def aligned_refusals(
 
 
 def aligned_shape_refusals(place: str, arch: Architecture) -> Iterator[str]:
-    """Properties of a decoder that an aligned model does not compute; `place` as of `aligned_refusals`."""
     group = arch.num_heads // arch.num_kv_heads
     if arch.experts is not None:
         yield f"{place}: the model has experts, only dense ones are aligned; set it to stock"
@@ -119,7 +116,7 @@ def aligned_shape_refusals(place: str, arch: Architecture) -> Iterator[str]:
 
 
 def tile_refusals(arch: Architecture, contract: PrecisionContract, cure: str) -> Iterator[str]:
-    """The first linear in block FP8 that is not made of whole tiles; `cure`: another setting, and its value."""
+    """`cure`: another setting, and its value."""
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     for name, shape in parameter_shapes(arch).items():
         if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
@@ -130,51 +127,51 @@ def tile_refusals(arch: Architecture, contract: PrecisionContract, cure: str) ->
             return
 
 
-def temperature_refusals(temperature: float, lowest: float, product: str) -> Iterator[str]:
-    if 0 < temperature < lowest:
-        yield f"rollout.temperature={temperature}: {product} samples at {lowest} or above"
-
-
 def resident_memory(
     config: RunConfig,
     arch: Architecture,
-    gpu: Device,
+    gpu: Device | None,
     options: VllmConfig | SglangConfig,
     *,
-    weights: Need,
     share: tuple[str, float],
     longest: tuple[str, int],
     workspace: int,
     workspace_in_share: bool,
     gpus: int = 1,
 ) -> EngineMemory:
-    """The memory of an engine on one of its `gpus`: weights, workspace (an estimate) and cache.
+    """The memory of an engine on one of its `gpus`.
 
     `share`: the setting of its share of the GPU, for a cache without a size of its own. `longest`: the setting of the
     longest sequence, for which the cache needs room.
     """
-    sized = options.kv_cache_gib is not None
-    limit = gpu.memory if sized else int(gpu.memory * share[1])
+    weights = engine_weights(config, arch, gpus)
+    if gpu is None:
+        return EngineMemory((weights,))
+    limit, setting = int(gpu.memory * share[1]), share[0]
+    if options.kv_cache_gib is not None:
+        limit, setting = gpu.memory, f"{setting.rpartition('.')[0]}.kv_cache_gib"
     if not workspace_in_share:
         limit = min(gpu.memory, limit + workspace)
-    size = f"{share[0].rpartition('.')[0]}.kv_cache_gib" if sized else share[0]
-    needs = weights, Need("engine workspace", workspace, "CUDA context, activations, graphs; estimate")
-    room, refusal = cache_memory(config, arch, options, limit - weights.bytes - workspace, longest, size, gpus)
+    left = limit - weights.bytes - workspace
+    cache = _cache(
+        config, arch, max(0, left) if options.kv_cache_gib is None else int(options.kv_cache_gib * GIB), gpus
+    )
+    refusal = None
+    if cache.tokens < longest[1]:
+        refusal = (
+            f"the KV cache has room for {cache.tokens:,} tokens, {longest[0]} is {longest[1]:,}; raise {setting}, or "
+            f"lower {longest[0].rpartition('.')[2]}"
+        )
     asleep = (Need("engine asleep", _ASLEEP, "CUDA context, graphs; estimate"),) if options.sleep else None
     # A cache fills the engine's share of the GPU, unless the weights alone do not fit in it.
-    full = not sized and weights.bytes + workspace + room.bytes > limit
-    return EngineMemory((*needs, room.need), asleep, limit, f"{'raise' if full else 'lower'} {size}", room, refusal)
+    advice = f"{'raise' if options.kv_cache_gib is None and left < 0 else 'lower'} {setting}"
+    needs = weights, Need("engine workspace", workspace, "CUDA context, activations, graphs; estimate"), cache.need
+    return EngineMemory(needs, asleep, limit, advice, cache, refusal)
 
 
-def cache_memory(
-    config: RunConfig,
-    arch: Architecture,
-    options: VllmConfig | SglangConfig,
-    free: int,
-    longest: tuple[str, int],
-    size: str,
-    gpus: int = 1,
-) -> tuple[CacheRoom, str | None]:
-    """The cache in so many free bytes, and the reason why the engine would not start with it."""
-    room = cache_room(config, arch, longest_sequence(config, arch), options.kv_cache_gib, free, gpus)
-    return room, cache_refusal(room, *longest, size)
+def _cache(config: RunConfig, arch: Architecture, size: int, gpus: int) -> CacheRoom:
+    engines, rollout, sequence = config.cluster.engines, config.rollout, longest_sequence(config, arch)
+    per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache) // gpus
+    tokens = size // per_token
+    wanted = min(math.ceil(rollout.drawn_prompts / engines) * rollout.group_size, rollout.max_batch)
+    return CacheRoom(size, per_token, tokens, sequence, tokens // sequence, wanted, engines)

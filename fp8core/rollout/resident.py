@@ -1,12 +1,10 @@
-"""An engine whose model stays in processes of its own: how one policy replaces another there, and is read back.
+"""An engine whose model stays in processes of its own, which start without weights.
 
-vLLM and SGLang start without weights; the first update brings them. Weights are written in place and read back, so
-that what generates is proved to be what was sent (`tasks.sync`).
+Weights are written in place and read back, so that what generates is proved to be what was sent (`tasks.sync`).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
 from itertools import count
 from math import nan
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.errors import EngineLost, refuse
+from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of, hex_digits
 from fp8core.rollout.aligned import is_aligned
@@ -30,8 +28,8 @@ from fp8core.rollout.engine import (
     check_lengths,
     check_scales,
     finish_of,
+    generated,
 )
-from fp8core.rollout.requirements import temperature_refusals
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, Share, Shares, written_scales
 
@@ -53,7 +51,7 @@ class Request(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The result of a request in an engine's library; `target`: its token and log-prob."""
+    """`target`: its token and log-prob."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -81,13 +79,11 @@ class ResidentEngine(ABC):
         sleeps: bool,
         routes: bool,
     ) -> None:
-        """Hold nothing.
-
-        Args:
-            longest: tokens of the longest prompt with its completion.
-            lowest: temperature above 0 that the engine samples at.
-            sleeps: whether `sleep` gives memory back.
-            routes: whether chosen experts can be reported.
+        """Args:
+        longest: tokens of the longest prompt with its completion.
+        lowest: temperature above 0 that the engine samples at.
+        sleeps: whether `sleep` gives memory back.
+        routes: whether chosen experts can be reported.
         """
         self._arch, self._contract = arch, contract
         self._longest, self._lowest, self._sleeps, self._routes = longest, lowest, sleeps, routes
@@ -102,7 +98,7 @@ class ResidentEngine(ABC):
         self._complete, self._asleep = False, False
 
     def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
-        """Write weights and scales in place and read both back. Raises EngineUpdateError: they do not fit."""
+        """Raises EngineUpdateError: weights do not fit."""
         self.expect(specs_of(tensors), scales, version)
         if self._asleep:
             # Both share a device: memory that torch caches in this process would be missing in the worker.
@@ -148,29 +144,16 @@ class ResidentEngine(ABC):
         return self._read_back(scales)
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        """As `RolloutEngine.generate`. Raises UserError: a row is too long, or the temperature too low."""
-        open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
-        sizes = {group.group: len(group.seeds) for group in groups}
-        with closing(self.open_session(sampling)) as session:
-            session.add(groups)
-            while session.busy:
-                finished = list[Completion]()
-                for completion in session.step():
-                    completions = open_[completion.group]
-                    completions.append(completion)
-                    if len(completions) == sizes[completion.group]:
-                        finished += open_.pop(completion.group)
-                if finished:
-                    yield finished
+        yield from generated(self.open_session(sampling), groups)
 
     def open_session(self, sampling: Sampling) -> "ResidentSession":
-        """Requests as they come. Raises UserError: the engine cannot sample at this temperature."""
+        """Raises UserError: the engine cannot sample at this temperature."""
         self._prepare(sampling)
         self._begin(sampling.temperature or 1.0)
         return ResidentSession(self, sampling)
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
-        """Log-prob of each target after its context, with one sampled token a probe; one row."""
+        """With one sampled token a probe; one row."""
         assert self._complete, "update() comes before score(), also after sleep()"
         found, waiting = [nan] * len(probes), {next(self._numbers): i for i in range(len(probes))}
         self._begin(temperature)
@@ -207,7 +190,6 @@ class ResidentEngine(ABC):
         }
 
     def ask_policy(self, method: str, *arguments: Any) -> Any:
-        """As `ask_policies`; the result of the first."""
         return self.ask_policies(method, *arguments)[0]
 
     @abstractmethod
@@ -222,11 +204,12 @@ class ResidentEngine(ABC):
         """Forget all cached prompts; false while requests are running."""
 
     def _prepare(self, sampling: Sampling) -> None:
-        """Before a generation; raises UserError for a temperature that the engine cannot sample at."""
         assert self._complete, "update() comes before a generation, also after sleep()"
         assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
-        assert sampling.truncation is None, "it samples from the whole distribution; the configuration was checked"
-        refuse(temperature_refusals(sampling.temperature, self._lowest, self.product))
+        if 0 < sampling.temperature < self._lowest:
+            raise UserError(
+                f"rollout.temperature={sampling.temperature}: {self.product} samples at {self._lowest} or above"
+            )
         if self._sleeps:
             # Release the shared policy, which torch caches: a long-lived allocation inside this block, like a workspace
             # of cuBLAS, would pin all of it.
@@ -277,12 +260,11 @@ class ResidentEngine(ABC):
         return held[0]
 
     @abstractmethod
-    def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
-        """Engine and version, `executed_formats`, rounding points, kernels by type of linear, and what is its own."""
+    def _described(self, described: Mapping[str, Any]) -> dict[str, object]: ...
 
     @abstractmethod
     def _find_shares(self, sent: Mapping[str, TensorSpec]) -> list[Share]:
-        """Where the parameters hold what is sent; raises EngineUpdateError where it does not fit them."""
+        """Raises EngineUpdateError: it does not fit the parameters."""
 
     @abstractmethod
     def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
@@ -292,25 +274,21 @@ class ResidentEngine(ABC):
     def _fall_asleep(self) -> None: ...
 
     @abstractmethod
-    def _begin(self, temperature: float) -> None:
-        """Requests of this temperature follow."""
+    def _begin(self, temperature: float) -> None: ...
 
     @abstractmethod
-    def _submit(self, requests: Mapping[int, Request]) -> None:
-        """Start requests, by numbers that no other has."""
+    def _submit(self, requests: Mapping[int, Request]) -> None: ...
 
     @abstractmethod
     def _outputs(self) -> list[tuple[int, Output]]:
-        """Move requests on: those that have ended, by their numbers."""
+        """Those that have ended, by their numbers."""
 
     @abstractmethod
     def _end(self, running: Sequence[int]) -> None:
-        """Drop what still runs; of an engine that is lost nothing does."""
+        """Drop what still runs."""
 
 
 class ResidentSession:
-    """Completions in progress in an engine's processes; satisfies `Session`."""
-
     def __init__(self, engine: ResidentEngine, sampling: Sampling) -> None:
         self._engine, self._sampling = engine, sampling
         self._open: dict[int, tuple[PromptGroup, int]] = {}
@@ -320,7 +298,7 @@ class ResidentSession:
         return bool(self._open)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Further requests; where a prompt with its completion does not fit, none is sent."""
+        """Where a prompt with its completion does not fit, none is sent."""
         engine, sampling = self._engine, self._sampling
         check_lengths(groups, sampling.max_new_tokens, engine.length_setting, engine._longest)
         new = {next(engine._numbers): (group, i) for group in groups for i in range(len(group.seeds))}
@@ -337,7 +315,7 @@ class ResidentSession:
 
 
 def kernels_by_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Kernel by type of linear (`qkv_proj`, ...); every kernel that occurs, where they differ."""
+    """Every kernel that occurs by type of linear (`qkv_proj`, ...)."""
     kernels: dict[str, dict[str, None]] = {}
     for name, linear in linears.items():
         kernels.setdefault(name.rpartition(".")[2], {})[linear["kernel"]] = None
@@ -353,9 +331,8 @@ def executed_formats(
 ) -> dict[str, object]:
     """The formats that run, in the words of the contract, from what a process reports of itself (`WorkerPolicy`).
 
-    `kernels`: those that compute what the contract means, by type of the weights; None for any. `backends`: likewise
-    of attention over an FP8 cache, with FlashAttention's version 3. A part that no contract means
-    has its own name. The scale rule is the contract's unless activations of block FP8 have another.
+    `kernels`: those that compute what the contract means, by type of the weights; None for any. `backends`: likewise of
+    attention over an FP8 cache. A part that no contract means has its own name.
     """
     linears = {name: _linear_format(linear, kernels) for name, linear in described["linears"].items()}
     prefixes = [f"model.layers.{layer}." for layer in range(num_layers)]
@@ -389,10 +366,9 @@ def _attention_format(layer: Mapping[str, Any], backends: Collection[str]) -> st
 
 
 def recorded_experts(chosen: Any, sparse: Sequence[int], positions: int) -> Tensor:
-    """The experts that an engine recorded, as `Completion.experts`: int16 [positions, sparse layers, k], ascending.
+    """`Completion.experts` from NumPy integers [positions, layers, k], with zeros in dense layers.
 
-    `chosen`: NumPy integers [positions, layers, k], by descending gate weight; zeros in dense layers. Raises
-    RuntimeError: positions are missing, or a token went to one expert twice, as where nothing was recorded.
+    Raises RuntimeError: positions are missing, or a token went to one expert twice, as where nothing was recorded.
     """
     if chosen is None or chosen.shape[0] != positions:
         found = "nothing" if chosen is None else f"{chosen.shape[0]}"

@@ -1,7 +1,6 @@
 """Weights of one process in the memory of others on its machine: by CUDA IPC, on a CPU through a file."""
 
 import tempfile
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
@@ -49,6 +47,10 @@ class TensorSpec(NamedTuple):
         return f"{self.dtype} {list(self.shape)}"
 
 
+SharedTensors = dict[str, tuple[TensorSpec, Tensor]]
+"""Type and shape of each tensor by name, and its bytes, uint8 [bytes]."""
+
+
 @cache
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -66,7 +68,7 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 
 @contextmanager
 def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:
-    """Tensors in a form that `open_shared` opens in any number of other processes, while the block lasts."""
+    """In a form that `open_shared` opens in any number of other processes, while the block lasts."""
     if all(tensor.is_cuda for tensor in tensors.values()):
         shared, counters = _shared_storages(tensors)
         # The tensors are complete, so that no reader waits for an event of a GPU that it may not see.
@@ -85,63 +87,26 @@ def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:
         yield {"file": str(path)}
 
 
-class SharedTensors(Mapping[str, Tensor]):
-    @abstractmethod
-    def taken(self, name: str) -> tuple[TensorSpec, Tensor]:
-        """Type and shape of a tensor, and its bytes, uint8 [bytes]."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        spec, flat = self.taken(name)
-        return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-
-
-class _SharedFile(SharedTensors):
-    def __init__(self, file: str, device: torch.device) -> None:
-        opened: Any = safe_open
-        self._opened = opened(file, framework="pt", device=str(device))
-
-    def taken(self, name: str) -> tuple[TensorSpec, Tensor]:
-        found: Tensor = self._opened.get_tensor(name)
-        return TensorSpec.of(found), found.view(-1).view(torch.uint8)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._opened.keys())
-
-    def __len__(self) -> int:
-        return len(self._opened.keys())
-
-
-class _SharedMemory(SharedTensors):
-    def __init__(self, storages: list[Tensor], places: Mapping[str, list[Any]]) -> None:
-        self._taken: dict[str, tuple[TensorSpec, Tensor]] = {}
-        inside: list[list[tuple[int, str, TensorSpec]]] = [[] for _ in storages]
-        for name, (storage, dtype, shape, first) in places.items():
-            inside[storage].append((first, name, TensorSpec(dtype, tuple(shape))))
-        for whole, found in zip(storages, inside, strict=True):
-            found.sort()
-            # One cut of a storage gives all that is in it: tens of thousands of views take a processor long.
-            ends = [*(first for first, _, _ in found), len(whole)]
-            pieces = whole[ends[0] :].split([after - first for first, after in pairwise(ends)])
-            for piece, (first, name, spec) in zip(pieces, found, strict=True):
-                # There are gaps between tensors, and tensors that share their bytes.
-                size = spec.bytes
-                self._taken[name] = spec, piece if len(piece) == size else whole[first : first + size]
-
-    def taken(self, name: str) -> tuple[TensorSpec, Tensor]:
-        return self._taken[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._taken)
-
-    def __len__(self) -> int:
-        return len(self._taken)
-
-
 def open_shared(received: SharedWeights, device: torch.device) -> SharedTensors:
-    """The shared tensors by name, to be used within the sender's block."""
+    """To be used within the sender's block; the tensors of a file lie on the CPU."""
     if "file" in received:
-        return _SharedFile(received["file"], device)
-    return _SharedMemory([_open_storage(fields, device) for fields in received["storages"]], received["tensors"])
+        read = load_file(received["file"])
+        return {name: (TensorSpec.of(found), found.view(-1).view(torch.uint8)) for name, found in read.items()}
+    storages = [_open_storage(fields, device) for fields in received["storages"]]
+    inside: list[list[tuple[int, str, TensorSpec]]] = [[] for _ in storages]
+    for name, (storage, dtype, shape, first) in received["tensors"].items():
+        inside[storage].append((first, name, TensorSpec(dtype, tuple(shape))))
+    opened: SharedTensors = {}
+    for whole, found in zip(storages, inside, strict=True):
+        found.sort()
+        # One cut of a storage gives all that is in it: tens of thousands of views take a processor long.
+        ends = [*(first for first, _, _ in found), len(whole)]
+        pieces = whole[ends[0] :].split([after - first for first, after in pairwise(ends)])
+        for piece, (first, name, spec) in zip(pieces, found, strict=True):
+            # There are gaps between tensors, and tensors that share their bytes.
+            size = spec.bytes
+            opened[name] = spec, piece if len(piece) == size else whole[first : first + size]
+    return opened
 
 
 def _shared_storages(tensors: Mapping[str, Tensor]) -> tuple[SharedWeights, list[tuple[Any, ...]]]:
@@ -182,7 +147,6 @@ def _handle(tensor: Tensor) -> tuple[list[Any], tuple[Any, ...]]:
 
 @cache
 def _counter_of_nothing() -> tuple[Tensor, tuple[Any, ...]]:
-    """A byte that lives as long as this process, and its counter."""
     nothing = torch.empty(1, dtype=torch.uint8, device="cuda")
     return nothing, reduce_tensor(nothing)[1][_COUNTER]
 

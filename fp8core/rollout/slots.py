@@ -1,16 +1,15 @@
 """Where vLLM and SGLang keep the tensors that a trainer ships.
 
-A trainer ships weights by their Hugging Face names (`models.weights.stored_weights`). The engines' names differ by the
-fused ones alone: q, k and v, gate and up are rows of one parameter. Both pad the vocabulary to the same multiple.
+The engines' names differ from those of a checkpoint by the fused ones alone: q, k and v, gate and up are rows of one.
 vLLM's experts of a layer are two parameters [experts, rows, columns], w13 with gate above up, and w2 with down. Their
 rows are counted through all experts. Tensors of scales are laid out as their codes are, one row a tile.
 
 The aligned model has heads and columns of zeros where a part is not made of whole tiles of block FP8
-(`architecture.with_whole_tiles`). The zeros are not shipped: the worker writes them.
+(`architecture.with_whole_tiles`). The worker writes them.
 
 GPUs that share a layer of vLLM (tensor parallelism) each hold rows of every part of a fused parameter, and of the
-vocabulary. Of o_proj and down_proj they hold columns in vLLM's own models: each adds a part of every sum. In the
-aligned model they hold rows there as well, so that one GPU adds a whole sum. A norm is held by all.
+vocabulary. Of o_proj and down_proj they hold columns in vLLM's own models, and rows in the aligned model, so that one
+GPU adds a whole sum. A norm is held by all.
 """
 
 import re
@@ -38,7 +37,7 @@ _EXPERT_PARTS = {"gate": ("w13", 2, 0), "up": ("w13", 2, 1), "down": ("w2", 1, 0
 
 
 class EngineUpdateError(RuntimeError):
-    """A policy that did not arrive: its tensors do not fit the engine's parameters, or the engine kept older ones."""
+    """Tensors do not fit the parameters of an engine, or it kept older ones."""
 
 
 class Slot(NamedTuple):
@@ -137,10 +136,9 @@ def find_shares(
     ranks: int = 1,
     last: Axis = 1,
 ) -> list[Share]:
-    """The share of each of the GPUs that hold the layers together; `parameters` are those of one GPU.
+    """The share of each GPU; `parameters` are those of one. `filled`: shapes of what has zeros beside it.
 
-    `filled`: shapes of what has zeros beside it. `last`: how o_proj and down_proj are cut. Raises EngineUpdateError:
-    what is shipped does not fit.
+    Raises EngineUpdateError: what is shipped does not fit.
     """
     check_fit(shipped, find_slots(shipped, filled), whole_parameters(parameters, ranks, last))
     shares = []
@@ -152,7 +150,7 @@ def find_shares(
 
 
 def written_scales(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
-    """Scales by layer, as they were read back. Raises EngineUpdateError: one is NaN, or no positive number."""
+    """Raises EngineUpdateError: a scale is NaN, or no positive number."""
     for layer, values in enumerate(held):
         for name, value in zip("qkv", values, strict=True):
             if isnan(value):
@@ -163,18 +161,18 @@ def written_scales(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
 
 
 def rows_of(parameter: Tensor) -> Tensor:
-    """A parameter as rows that slots count: experts below one another, everything else as it is."""
+    """Experts below one another, everything else as it is."""
     return parameter.view(-1, parameter.shape[-1]) if parameter.dim() > 2 else parameter
 
 
 def filled_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters that the aligned model has zeros in, by name."""
+    """Of the parameters that the aligned model has zeros in."""
     own = parameter_shapes(arch)
     return {name: shape for name, shape in parameter_shapes(with_whole_tiles(arch)).items() if shape != own[name]}
 
 
 def find_slots(shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int, ...]]) -> dict[str, Slot]:
-    """The place of every shipped tensor, by name. Raises EngineUpdateError: a part of a fused parameter is missing."""
+    """Raises EngineUpdateError: a part of a fused parameter is missing."""
     slots = {}
 
     def room(name: str) -> tuple[int, ...]:

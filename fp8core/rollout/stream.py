@@ -1,15 +1,14 @@
-"""The stream of completions of a run that generates ahead: what is in flight or waits for its step, and how it goes on.
+"""The stream of completions of a run that generates ahead.
 
-Prompts enter in the order of the data and leave in it: step n learns from its own prompts. A prompt of step n enters at
-the earliest under policy n - 1 - `max_staleness`; so no token that a step learns from is older. A tick is a token that
-each completion in flight wrote or could have.
+Prompts enter in the order of the data and leave in it. A prompt of step n enters at the earliest under policy
+n - 1 - `max_staleness`; so no token that a step learns from is older. A tick is a token that each completion in flight
+wrote or could have.
 
 - `Stream.complete` is the first part of a step, under the newest policy: it ends when the prompts of the step are
   complete. The others write with them, chunk by chunk; without chunks they wait for `run_ahead`.
 - `run_ahead` is beside the update, under the same policy: it ends when its chunks do, or all is complete.
 
-Then the next policy is loaded, and what is in flight goes on with it, its cache computed anew. The stream has a version
-a token.
+Then the next policy is loaded, and what is in flight goes on with it, its cache computed anew.
 """
 
 from collections import Counter, defaultdict
@@ -26,13 +25,13 @@ Generate = Callable[[Sequence[PromptGroup], Sequence["GroupPlace"]], Iterable[li
 
 @dataclass
 class Row:
-    """A completion, complete or not, of the step `batch` whose prompt it answers.
+    """A completion, complete or not, of the step `batch`.
 
     Attributes:
         versions: of each token, that of the policy that wrote it.
-        finish: as a completion's; empty while it is in flight.
-        ended: of a complete one, the tick at which its last token was written.
-        written, turns: of an episode, which is complete: tokens of the policy, and rows of kind `turns` without place.
+        finish: empty while it is in flight.
+        ended: the tick at which the last token was written.
+        written, turns: of an episode: tokens of the policy, and rows of kind `turns` without place.
     """
 
     batch: int
@@ -78,7 +77,7 @@ class Pace(NamedTuple):
 
 
 class Stream:
-    """The prompts that have entered and not left, in their order, which is that in which they leave."""
+    """The prompts that have entered and not left, in their order."""
 
     def __init__(self, rows: Iterable[Row], pace: Pace, left: int) -> None:
         self._groups: dict[GroupPlace, list[Row]] = defaultdict(list)
@@ -94,7 +93,6 @@ class Stream:
         return [row for place in sorted(self._groups) for row in self._groups[place]]
 
     def in_flight(self, batch: int | None = None) -> list[GroupPlace]:
-        """Prompts with a completion that is not complete, of one step or of all."""
         return [
             place
             for place in sorted(self._groups)
@@ -122,13 +120,10 @@ class Stream:
         generate: Generate,
         others: Sequence[GroupPlace] = (),
     ) -> int:
-        """Let prompts write, each completion at most `room`, from this tick on; returns the ticks that it took.
+        """Let prompts write, each completion at most `room`; returns the ticks that it took.
 
         That is what the policy wrote of the longest: tokens of an environment take none. Those of `others` keep no more
-        than the longest of those of `due` has.
-
-        Raises:
-            UserError: the engine left a completion as it was, so nothing would ever end.
+        than the longest of those of `due` has. Raises UserError: the engine left a completion as it was.
         """
         places, asked, open_ = [*due, *others], list[PromptGroup](), dict[GroupPlace, Row]()
         for number, place in enumerate(places):
@@ -173,8 +168,8 @@ def run_ahead(
 ) -> list[int]:
     """Write beside an update, under the policy that it starts from, chunk by chunk, until all is complete.
 
-    A prompt that is complete makes room for the next one when its chunk ends. So the chunks that were written, which
-    it returns, are all that decides about the stream: a call with these gives it again.
+    The chunks that were written, which it returns, are all that decides about the stream: a call with these gives it
+    again.
     """
     written = list[int]()
     stream.admit(version, enter)

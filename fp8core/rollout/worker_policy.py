@@ -1,7 +1,6 @@
 """The policy in an engine's own process: the requests of `ResidentEngine` to the model that generates.
 
-vLLM and SGLang bring a request here in a way of their own. Arguments and results are numbers, strings, bytes, lists and
-dicts. Weights are written in place, and read back from where they lie.
+Arguments and results are plain values. Weights are written in place, and read back from where they lie.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +16,7 @@ from fp8core.rollout.slots import Cut, Share, Shares, Slot
 
 # A copy of its own costs a processor as long as this takes to copy; smaller ones are launched together.
 _LARGE_BYTES = 4 << 20
-# Of the smaller ones, so that a file of weights is not held in memory beside the engine's.
+# Of the smaller ones.
 _TOGETHER_BYTES = 64 << 20
 
 
@@ -49,8 +48,8 @@ class WeightPlaces:
     def write(self, parameters: Mapping[str, Tensor], received: SharedTensors) -> None:
         self._check_addresses(parameters)
         targets, sources, together = list[Tensor](), list[Tensor](), 0
-        for name in received:
-            place, (spec, flat) = self._places[name], received.taken(name)
+        for name, (spec, flat) in received.items():
+            place = self._places[name]
             if place.flat is None or place.cut is not None:
                 whole = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
                 part = whole if place.cut is None else place.cut.of(whole)
@@ -70,9 +69,7 @@ class WeightPlaces:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def sums(
-        self, parameters: Mapping[str, Tensor], gather: Callable[[Tensor, int], Tensor] | None = None
-    ) -> dict[str, list[int]]:
+    def sums(self, parameters: Mapping[str, Tensor], gather: Callable[[Tensor, int], Tensor]) -> dict[str, list[int]]:
         """Lane sums of every tensor or its part (`fingerprint.slice_sums`), from the parameters as they are."""
         self._check_addresses(parameters)
         found = dict[str, list[int]]()
@@ -80,7 +77,6 @@ class WeightPlaces:
             found |= zip(self._slices, slice_sums(list(self._slices.values())), strict=True)
         for name, place in self._rest.items():
             if place.cut is not None and place.cut.gathered:
-                assert gather is not None, "parts of columns lie on several GPUs"
                 part = Slice.whole(gather(place.rows, place.cut.axis))
             else:
                 part = _slice_of(place)

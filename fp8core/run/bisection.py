@@ -23,7 +23,6 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales, PromptGroup, sample_seed
 from fp8core.run.build import BaseModel, build_base, build_engine, build_local_trainer
 from fp8core.run.episodes import EpisodePlayer
-from fp8core.run.refusals import refuse_truncation
 from fp8core.run.scoring import scales_of
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER, POLICY
@@ -90,9 +89,7 @@ def run_subject(config: RunConfig, folder: Path, prompts: int) -> Subject:
 def checkpoint_subject(config: RunConfig, prompts: int) -> Subject:
     """The policy of `config.model` on completions of its own, one a prompt, in the suspect's precision.
 
-    Scales are calibrated on the prompts. Raises UserError: the model or its prompts cannot be used, or engine and
-    trainer might truncate differently."""
-    refuse_truncation(config)
+    Scales are calibrated on the prompts. Raises UserError: the model or its prompts cannot be used."""
     source, base = build_source(config.data, config.evaluation), build_base(config)
     problems = source.training(0, prompts, config.seed)
     tokens = [encode_prompt(problem, config, base.tokenizer, base.arch.max_positions)[1] for problem in problems]

@@ -18,7 +18,6 @@ from fp8core.environments.protocol import Action, Outcome, Reply, Said, Task, Tu
 from fp8core.errors import NotRecordedError, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.numerics.logprobs import Truncation
 from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine
 from fp8core.rollout.episode import Begun, Episode, TurnBudget
@@ -180,11 +179,10 @@ class EpisodePlayer:
 
     def sampling(self) -> Sampling:
         rollout = self.config.rollout
-        truncation = Truncation.of(rollout.top_k, rollout.top_p)
-        return Sampling(rollout.temperature, rollout.max_new_tokens, self.tokenizer.eos_ids, truncation=truncation)
+        return Sampling(rollout.temperature, rollout.max_new_tokens, self.tokenizer.eos_ids)
 
     def evaluation_sampling(self, temperature: float) -> Sampling:
-        """The whole distribution, which evaluations keep, at a temperature of theirs; 0 is greedy."""
+        """At a temperature of the evaluation's own; 0 is greedy."""
         return Sampling(temperature, self.config.rollout.max_new_tokens, self.tokenizer.eos_ids)
 
     def play(

@@ -67,11 +67,7 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
             tell_progress(len(finished), count)
     sampled = sorted(finished, key=lambda done: done.group)
     batch = TokenBatch.of(tokens, [done.tokens for done in sampled])
-    if sampling.truncation is None:
-        ours = torch.tensor([logprob for done in sampled for logprob in done.logprobs], dtype=torch.float64)
-    else:
-        # BF16 may leave out a token that was sampled: both sides score under whole distributions, as a reference does.
-        ours = _whole_logprobs(run, batch, scales).double()
+    ours = torch.tensor([logprob for done in sampled for logprob in done.logprobs], dtype=torch.float64)
     precision = contract_in("bf16", run.config.precision)
     other = run.config.model_copy(update={"precision": precision})
     formats, masters = rollout_formats(precision, run.arch.num_layers), run.initial_policy()
@@ -110,11 +106,6 @@ def gap_line(gap: dict[str, Any]) -> str:
     prompts = counted(gap["prompts"], "prompt")
     held_out = f"held-out {ours:.3f} and {theirs:.3f} ({prompts})"
     return f"FP8 from BF16 at step 0: KL {gap['kl']:.3g} nats, {held_out}; see the report"
-
-
-def _whole_logprobs(run: RunContext, batch: TokenBatch, scales: PolicyScales) -> Tensor:
-    scored = run.ready_trainer().logprobs(batch, run.config.rollout.temperature, scales.layers).logprobs
-    return scored[~scored.isnan()]
 
 
 @torch.no_grad()

@@ -61,7 +61,6 @@ def pipeline_of(config: RunConfig) -> StepGraph:
             "tasks.filter:filter, and rewire train: {rewards: filtered} (as configs/dapo.yaml does), or set it to 1"
         )
     _refuse_source(config)
-    refuse_truncation(config)
     _refuse_ahead(config)
     return graph
 
@@ -95,18 +94,6 @@ def _refuse_source(config: RunConfig) -> None:
         raise UserError(f"{place}: log-probs are not promised to be equal bit for bit ({reason}); set it to training")
 
 
-def refuse_truncation(config: RunConfig) -> None:
-    """Refuse top-k and top-p where the trainer may leave out a token that was sampled: its log-prob would be -inf."""
-    rollout = config.rollout
-    contract, reason = contract_of(config)
-    if (asked := rollout.truncated_by) is not None and contract != "exact":
-        raise UserError(
-            f"{asked}: rollout.engine={rollout.engine} with the {trainer_of(config.training).name} trainer may leave "
-            f"other tokens on each side ({contract} contract: {reason}); unset it, or take the embedded engine and the "
-            "exact trainer, or the packed one on a CPU with precision.rounding_points=kernels, in equal formats"
-        )
-
-
 def _refuse_ahead(config: RunConfig) -> None:
     if config.pipeline.mode == "synchronous":
         return
@@ -127,8 +114,6 @@ def _refuse_ahead(config: RunConfig) -> None:
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
         f"rollout.{rollout.engine}.sleep": engine_entry(config).sleeps(config) and not config.pipeline.in_turn,
-        "rollout.top_k": rollout.top_k is not None,
-        "rollout.top_p": rollout.top_p < 1,
         f"training.trainer={config.training.trainer}": not trainer_of(config.training).scores_updates,
     }
     for setting in (setting for setting, used in others.items() if used):
@@ -182,7 +167,7 @@ def check_memory(config: RunConfig, node: Node, ledger: LedgerView | None) -> No
     """Refuse a training that there is no memory for; a warm start that the ledger has as finished needs none."""
     if ledger is not None and "warm_start" in ledger.tasks(START):
         config = config.model_copy(update={"warm_start": None})
-    machine = engine_entry(config).usable(machine_of(node), node)
+    machine = machine_of(node)
     check_fit(plan_run(config, model_shape(config), machine))
 
 

@@ -1,6 +1,5 @@
 """Rollouts as batches that a trainer scores, and its scores as stored tables."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +8,8 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from fp8core.config.run import RolloutConfig, RunConfig
+from fp8core.config.run import RunConfig
 from fp8core.numerics.kv_scales import LayerAmax, LayerScales, scale_distance, scales_from_statistics
-from fp8core.numerics.logprobs import Truncation
 from fp8core.rl.batch import TokenBatch, column, drawn_rows, routes
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import RunContext
@@ -92,14 +90,12 @@ def token_batch(rollouts: pa.Table) -> TokenBatch:
     return TokenBatch.of(rollouts["prompt_tokens"].to_pylist(), rollouts["tokens"].to_pylist())
 
 
-def policy_batch(rollouts: pa.Table, config: RolloutConfig) -> TokenBatch:
-    """Rollouts as padded tokens for the policy that is trained, with its truncation and the experts to replay.
-
-    Reference and teacher choose their own experts, and score under whole distributions: theirs might leave out what was
-    sampled."""
+def policy_batch(rollouts: pa.Table) -> TokenBatch:
+    """Rollouts as padded tokens for the policy that is trained, with the experts to replay; a reference chooses its
+    own."""
     prompts, completions = (rollouts[name].to_pylist() for name in ("prompt_tokens", "tokens"))
     experts = routes(rollouts["experts"]) if "experts" in rollouts.column_names else None
-    return replace(TokenBatch.of(prompts, completions, experts), truncation=Truncation.of(config.top_k, config.top_p))
+    return TokenBatch.of(prompts, completions, experts)
 
 
 def logprob_table(rollouts: pa.Table, scored: ScoredBatch) -> pa.Table:

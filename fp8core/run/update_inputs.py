@@ -37,7 +37,7 @@ def rollout_batch(
     counted = counted_rows(rewards, config)
     estimator = ESTIMATORS[config.loss.advantage]
     return RolloutBatch(
-        sequences=policy_batch(rollouts, config.rollout),
+        sequences=policy_batch(rollouts),
         mask=padded(rollouts["written"], torch.bool, False),
         rollout_logprobs=padded(rollouts["logprobs"], torch.float32, 0.0),
         old_logprobs=padded(old["logprobs"], torch.float32, 0.0) if old is not None else None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.weights import fused_linear, is_linear, layer_of, training_formats
+from fp8core.models.weights import fused_linear, is_linear, layer_of
 from fp8core.resources.memory import (
     BF16_BYTES,
     EMULATED,
@@ -21,7 +21,6 @@ from fp8core.resources.memory import (
     emulated_bytes,
     is_expert,
     stages,
-    stored_bytes,
 )
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.lora import adapter_shapes
@@ -137,25 +136,5 @@ def host_state(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
 
 
 def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
-    """The memory that `training.exact` holds on a CPU for certain: activations come on top."""
-    counts = count_parameters(arch)
-    total, linear, ready = counts.total, counts.linear, training_formats(config.precision, arch.num_layers)
-    state = host_state(config, arch)
-    if config.training.lora is not None:
-        state = *state, Need("merged weights", total * FP32_BYTES, "FP32, until adapters change")
-    initial = Need("initial policy", total * (BF16_BYTES if config.model else FP32_BYTES), "as it was read")
-    return (
-        *(() if config.cluster.ranks > 1 else (initial,)),
-        *state,
-        gradients(config, arch, "FP32"),
-        Need("weights", emulated_bytes(arch, ready) + linear * FP32_BYTES, EMULATED),
-    )
-
-
-def host_scorer(config: RunConfig, arch: Architecture) -> int:
-    """The bytes that `training.exact` keeps where it scores and never learns."""
-    masters = count_parameters(arch).total * FP32_BYTES
-    formats = training_formats(config.precision, arch.num_layers)
-    # The stored policy stays beside the operands that are made of it.
-    stored = stored_bytes(parameter_shapes(arch), formats.stored_names()).total
-    return masters + stored + emulated_bytes(arch, formats)
+    """The memory of `training.exact` on a CPU; activations come on top."""
+    return (*host_state(config, arch), gradients(config, arch, "FP32"), Need("weights", emulated_bytes(arch), EMULATED))

@@ -72,7 +72,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _scored_under(self, weights: Weights, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         statistics, slices = self._no_statistics(), list(self._slices(batch))
         scores = shared_out(
-            self._ranks, slices, lambda each: self._score_drawn(weights, each[1], temperature, scales, statistics)
+            self._ranks, slices, lambda each: self._score(weights, each[1], temperature, scales, statistics)
         )
         self._ranks.combine_counts(statistics.combine)
         return ScoredBatch(*_padded(batch, slices, scores), statistics)
@@ -84,8 +84,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         no stored old log-probs, the forward's log-probs are the old ones. A pass before the first update scores the
         audited rows of later ones, and those with stale tokens.
 
-        Raises: NotFiniteError: as `step`. LogprobError: the first audited token that differs, or one that truncation
-        leaves out; no update is applied."""
+        Raises: NotFiniteError: as `step`. LogprobError: the first audited token that differs; no update is applied."""
         corrected, correction = self._objective.corrected(batch)
         updates = minibatches(corrected.mask, corrected.keep, self._config.minibatches)
         assert batch.old_logprobs is not None or len(updates) <= 1, "the configuration was checked"
@@ -144,7 +143,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         own = list[FlatScores]()
 
         def score(weights: Weights, part: TokenBatch) -> FlatScores:
-            scored = self._score_drawn(weights, part, temperature, scales, statistics)
+            scored = self._score(weights, part, temperature, scales, statistics)
             own.append(FlatScores(scored.logprobs.detach(), scored.entropy.detach()))
             return scored
 
@@ -227,28 +226,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         """Statistics that nothing was observed for yet, where the passes run."""
 
     def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
-        return self._accumulate_parts(
-            batch, lambda weights, part: self._score_drawn(weights, part, temperature, scales)
-        )
-
-    def _score_drawn(
-        self,
-        weights: Weights,
-        batch: TokenBatch,
-        temperature: float,
-        scales: Scales,
-        statistics: KvStatistics | None = None,
-    ) -> FlatScores:
-        """`_score` of tokens that were drawn; one with probability 0 has no importance ratio, and is refused."""
-        scored = self._score(weights, batch, temperature, scales, statistics)
-        if batch.truncation is not None and bool(torch.isneginf(scored.logprobs).any()):
-            raise LogprobError(
-                self._not_applied(
-                    f"top_k={batch.truncation.top_k}, top_p={batch.truncation.top_p} leave out a token of a completion "
-                    "by this policy's logits"
-                )
-            )
-        return scored
+        return self._accumulate_parts(batch, lambda weights, part: self._score(weights, part, temperature, scales))
 
     def _accumulate_parts(
         self, batch: RolloutBatch, score: Callable[[Weights, TokenBatch], FlatScores]

@@ -36,7 +36,7 @@ def test_a_command_of_the_readme_parses(command: str) -> None:
 
 def test_generated_pages_are_those_of_the_code() -> None:
     generator = script("generate_reference")
-    for path, text in {**generator.pages(), **generator.manifest_schemas(), **generator.measured_steps()}.items():
+    for path, text in {**generator.pages(), **generator.manifest_schemas()}.items():
         assert path.read_text() == text, "run python docs/generate_reference.py"
 
 

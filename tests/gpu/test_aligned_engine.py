@@ -29,7 +29,7 @@ from fp8core.processes.variables import set_variables
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
-from fp8core.rollout.vllm.requirements import contract_refusals, find_build, model_refusals
+from fp8core.rollout.vllm.entry import contract_refusals, find_build, model_refusals
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.run.policy import check_report
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer

@@ -10,7 +10,7 @@ from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
 from fp8core.processes.variables import set_variables
-from fp8core.rollout.sglang.requirements import find_build
+from fp8core.rollout.sglang.entry import find_build
 from fp8core.rollout.sglang.settings import WORKER, required_environment, suggested_environment
 
 _spec = spec_from_file_location("vllm_policies", Path(__file__).parents[1] / "vllm" / "conftest.py")

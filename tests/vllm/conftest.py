@@ -31,7 +31,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, SyncReport
 from fp8core.rollout.shared_weights import share_weights, specs_of
-from fp8core.rollout.vllm.requirements import find_build
+from fp8core.rollout.vllm.entry import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.training.exact import ExactTrainer
 

@@ -9,7 +9,7 @@ from fp8core.config.capability import this_platform
 from fp8core.config.load import load_config
 from fp8core.models.architecture import Architecture
 from fp8core.processes.variables import set_variables
-from fp8core.rollout.vllm.requirements import find_build
+from fp8core.rollout.vllm.entry import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.run.build import open_cluster
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from fp8core.config.capability import this_platform
 from fp8core.rollout.vllm.entry import ENGINE as VLLM
-from fp8core.rollout.vllm.requirements import find_build
+from fp8core.rollout.vllm.entry import find_build
 
 
 def _build(config: Any, arch: Any) -> Any:

@@ -27,7 +27,6 @@ from fp8core.processes.variables import refuse_others
 from fp8core.rollout.requirements import EngineBuild
 from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine, kernels_by_type
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
-from fp8core.rollout.sglang.requirements import LOWEST_TEMPERATURE
 from fp8core.rollout.sglang.settings import (
     WORKER,
     described_formats,
@@ -39,6 +38,8 @@ from fp8core.rollout.sglang.settings import (
 from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.rollout.slots import EngineUpdateError, Share, find_shares
 
+# SGLang has greedy requests at temperature 0 alone; what is lower divides by nearly nothing.
+_LOWEST_TEMPERATURE = 1e-4
 # For SGLang to end its processes; then they are killed with the one between.
 _SHUTDOWN_SECONDS = 70.0
 # Longest step of a session in which nothing ends.
@@ -66,8 +67,9 @@ class SglangEngine(ResidentEngine):
         """Start SGLang. Raises UserError: its environment is not prepared; EngineLost: it ended while it started."""
         refuse_others(required_environment(), "SGLang is started")
         longest = options.context_length or arch.max_positions
-        lowest, sleeps = LOWEST_TEMPERATURE, options.sleep
-        super().__init__(arch, contract, longest=longest, lowest=lowest, sleeps=sleeps, routes=False)
+        super().__init__(
+            arch, contract, longest=longest, lowest=_LOWEST_TEMPERATURE, sleeps=options.sleep, routes=False
+        )
         self._build, self._graphs = build, options.graphs
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(

@@ -1,20 +1,77 @@
-"""SGLang as a registered engine: its checks, its environment, its memory, and how it is built."""
+"""SGLang as a registered engine: its release, what it cannot do of a configuration, its environment and its memory."""
 
 from collections.abc import Iterator
+from importlib.metadata import version as installed_version
 
 from fp8core.config.capability import Environment, Node, this_platform
+from fp8core.config.engines import SglangConfig
+from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
-from fp8core.resources.memory import Device, EngineMemory, engine_weights, shipped_bytes
+from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+from fp8core.resources.memory import Device, EngineMemory
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import EngineEntry, longest_refusals
-from fp8core.rollout.requirements import resident_memory, temperature_refusals
-from fp8core.rollout.sglang.requirements import LOWEST_TEMPERATURE, contract_refusals, find_build, model_refusals
+from fp8core.rollout.requirements import (
+    EngineBuild,
+    VersionOf,
+    aligned_refusals,
+    aligned_shape_refusals,
+    find_release,
+    resident_memory,
+    stock_refusals,
+    tile_refusals,
+)
 from fp8core.rollout.sglang.settings import required_environment, suggested_environment
 
 # CUDA context, activations, captured graphs.
 _WORKSPACE = 5_000_000_000
 _LONGEST = "rollout.sglang.context_length"
+# This engine uses parts of SGLang that it does not promise to keep (`internals`).
+_RELEASES = {"sglang": "0.5.15"}
+# FlashAttention 3 reads FP8 for these.
+_HEAD_DIMS = (64, 128, 256)
+_ALIGNED = "rollout.sglang.model=aligned"
+# Tokens that a page of the aligned model's attention is a multiple of.
+_PAGE = 16
+
+
+def find_build(platform: str, version_of: VersionOf = installed_version) -> EngineBuild:
+    install = "pip install 'fp8-grpo[sglang]' on Hopper, in an environment of its own"
+    return find_release("sglang", platform, _RELEASES, install, version_of)
+
+
+def contract_refusals(contract: PrecisionContract, options: SglangConfig, build: EngineBuild) -> Iterator[str]:
+    if options.model == "aligned":
+        size = options.page_size
+        fitting = size if size % _PAGE == 0 else f"a multiple of {_PAGE}"
+        pages = (size, fitting, "its attention reads parts of pages")
+        yield from aligned_refusals(_ALIGNED, contract, {"rollout.sglang.page_size": pages})
+        return
+    yield from stock_refusals(contract, build)
+    if contract.rounding_points != "stepwise":
+        yield (
+            f"precision.rounding_points={contract.rounding_points}: {build.described} has kernels of its own for "
+            "norms, rotary positions and SwiGLU, which round where no points of the contract do; set it to stepwise"
+        )
+
+
+def model_refusals(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> Iterator[str]:
+    if arch.experts is not None:
+        yield "rollout.engine=sglang: the model has experts; set rollout.engine to vllm"
+    if options.model == "aligned":
+        yield from aligned_shape_refusals(_ALIGNED, arch)
+    elif arch.hidden_size % OUTPUT_MULTIPLE:
+        yield (
+            f"rollout.engine=sglang: a hidden size of {arch.hidden_size}, which is no multiple of "
+            f"{OUTPUT_MULTIPLE}; set rollout.engine to embedded"
+        )
+    if contract.rollout.kv_cache == "fp8" and arch.head_dim not in _HEAD_DIMS:
+        yield (
+            f"precision.rollout.kv_cache=fp8: head_dim {arch.head_dim}; FlashAttention 3 reads FP8 for "
+            f"{', '.join(map(str, _HEAD_DIMS))}; set it to bf16"
+        )
+    yield from tile_refusals(arch, contract, "rollout.engine to vllm")
 
 
 def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
@@ -26,9 +83,7 @@ def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
 
 
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
-    build = find_build(node.platform, node.version)
-    yield from contract_refusals(config.precision, config.rollout.sglang, build)
-    yield from temperature_refusals(config.rollout.temperature, LOWEST_TEMPERATURE, "SGLang")
+    yield from contract_refusals(config.precision, config.rollout.sglang, find_build(node.platform, node.version))
 
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
@@ -42,15 +97,12 @@ def _environment(config: RunConfig, node: Node) -> Environment:
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
-    options, weights = config.rollout.sglang, engine_weights(shipped_bytes(arch, config.precision))
-    if gpu is None:
-        return EngineMemory((weights,))
+    options = config.rollout.sglang
     return resident_memory(
         config,
         arch,
         gpu,
         options,
-        weights=weights,
         share=("rollout.sglang.mem_fraction_static", options.mem_fraction_static),
         longest=(_LONGEST, _longest(config, arch)),
         workspace=_WORKSPACE,

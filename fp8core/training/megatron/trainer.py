@@ -114,7 +114,6 @@ class MegatronTrainer(PolicyTrainer):
     def _observe(
         self, batch: TokenBatch, temperature: float, statistics: KvStatistics, scales: Scales, scored: TakeScores
     ) -> None:
-        assert batch.truncation is None, "the configuration was checked"
         with self._policy.observed(statistics, scales):
             score(self._policy, self._own_packs(batch), temperature, scored)
         statistics.combine(partial(all_reduce, op=ReduceOp.MAX), all_reduce)

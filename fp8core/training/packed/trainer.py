@@ -195,7 +195,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         with _deterministic(self._config.deterministic):
             hidden = self._hidden(pack, self._attention, scales, statistics)
             # Each written token is predicted by the position before it.
-            head = PackedHead(weights, self._formats.training.head.output, temperature, batch.truncation)
+            head = PackedHead(weights, self._formats.training.head.output, temperature)
             master, targets = self._decoder.head_weight()[0], pack.tokens[pack.written]
             logprobs, entropy = chunked_logprobs(hidden[pack.written - 1], master, head, targets)
             return FlatScores(logprobs.cpu(), entropy.cpu())

@@ -222,7 +222,7 @@ def test_on_a_cpu_it_is_the_exact_head(monkeypatch: pytest.MonkeyPatch, form, te
         for kind in (torch.bfloat16, torch.float32)
     )
 
-    found = chunked_logprobs(ours[0], ours[1], packed.PackedHead(weight, form.output, temperature, None), targets)
+    found = chunked_logprobs(ours[0], ours[1], packed.PackedHead(weight, form.output, temperature), targets)
     expected = token_logprobs(theirs[0], replace(load_head(weight), master=theirs[1]), form, targets, temperature)
 
     assert torch.equal(found[0], expected[0])

@@ -1,8 +1,6 @@
 """Whether a training fits: on one GPU for generation, in turn on the GPUs that train, on the host; and what is said."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,12 +21,6 @@ def items(phase):
 
 def phases(plan):
     return {(device.name, phase.name): phase for device in plan.devices for phase in device.phases}
-
-
-def shipped(name, settings, gpu="h200", host=None):
-    config = load_config(name, settings)
-    machine = Machine(GPUS[gpu], host)
-    return plan_run(config, model_shape(config), machine)
 
 
 def test_the_exact_trainer_computes_on_the_host_beside_an_engine_on_a_gpu(planned):
@@ -62,7 +54,7 @@ def test_gpus_that_only_train_or_only_generate_are_planned_beside_those_that_do_
     assert [phase.name for phase in rest.phases] == alone
 
 
-def test_frozen_scorers_and_kept_policies_take_memory_too():
+def test_frozen_scorers_take_memory_too():
     inserted = [
         {"after": "rollout", "step": {"name": name, "uses": f"tasks.{name}:{name}", "needs": needs}}
         for name, needs in {"reference": ["rollouts", "scales"], "teacher": ["rollouts"]}.items()
@@ -75,11 +67,9 @@ def test_frozen_scorers_and_kept_policies_take_memory_too():
         "loss.distillation.teacher": "Qwen/Qwen3-8B-Base",
         "loss.distillation.weight": 1.0,
     }
-    (device,) = shipped("qwen3-aligned", settings).devices
+    config = load_config("qwen3-aligned", settings)
+    (device,) = plan_run(config, model_shape(config), Machine(GPUS["h200"], None)).devices
     assert all({"reference", "teacher"} < items(phase) for phase in device.phases)
-    ahead = {"cluster.engines": 8, "cluster.ranks": 8, "pipeline.mode": "asynchronous"}
-    host = shipped("qwen3-aligned", ahead, host=Device("host", 1 << 40)).devices[-1]
-    assert items(host.phases[0]) == {"policies kept for scores"}
 
 
 @pytest.mark.parametrize(
@@ -133,14 +123,11 @@ def test_little_room_is_said_with_what_to_change(planned, left, line):
 
 def test_a_host_is_refused_by_what_is_needed_for_certain(configured):
     config = configured("qwen3-8b", rollout__engine="embedded")
-    arch, needed = model_shape(config), 8_190_735_360 * (2 + 4 + 4 + 8)
+    arch, needed = model_shape(config), 8_190_735_360 * (4 + 4 + 8)
     small = plan_run(config, arch, Machine(None, Device("host", needed)))
     assert "generating and training on host needs " in small.refusals[0]
     assert plan_run(config, arch, Machine(None, Device("host", 4 * needed))).refusals == ()
     assert plan_run(config, arch, Machine(None, None)).refusals == ()
-    ranks = configured("qwen3-8b", rollout__engine="embedded", cluster__engines=2, cluster__ranks=2)
-    (host,) = plan_run(ranks, arch, Machine(None, None)).devices
-    assert all(need.note.endswith("in 2 processes") for need in host.phases[0].needs)
 
 
 @pytest.mark.parametrize("name", shipped_names())
@@ -151,19 +138,3 @@ def test_every_shipped_configuration_has_a_plan(name):
     machine = Machine(GPUS["h200"], None)
     plan = plan_run(config, model_shape(config), machine)
     assert "parameters" in plan_text(plan).splitlines()[0]
-
-
-def test_a_measured_step_takes_the_seconds_of_its_row():
-    rows = json.loads((Path(__file__).parents[3] / "benchmarks/results/large_ledger.json").read_text())
-    (row,) = (
-        row
-        for row in rows
-        if row["kind"] == "step_ledger"
-        and (row["variant"], row.get("engine", "vllm"), row["logprobs"]) == ("fp8_end_to_end_kv", "vllm", "training")
-    )
-    settings = {"rollout.prompts_per_step": 24, "logprobs.source": "training", "precision.scale_rule": "pow2"}
-    plan = shipped("qwen3-aligned", settings)
-    assert sum(plan.step.seconds.values()) == pytest.approx(row["seconds"]["wall"], abs=0.05)
-    assert f"measured {row['seconds']['wall']:.1f} s" in plan_text(plan)
-    assert shipped("qwen3-aligned", settings, "b200").step is None
-    assert shipped("qwen3-aligned", {**settings, "training.tokens_per_pass": 8192}).step is None

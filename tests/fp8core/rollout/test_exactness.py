@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.models.architecture import Experts, RopeScaling
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
-from fp8core.numerics.logprobs import Truncation
 from fp8core.numerics.recipe import RECIPES
 from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
-from fp8core.training.trainer import LogprobError
 
 STOP = frozenset({1, 7, 11})
 
@@ -123,29 +121,6 @@ def test_every_batch_size(architecture, pair_of, ragged_prompts, groups_of, cont
         found[max_batch] = pair.generate(prompts, sampling)
     assert found[1] == found[7] == found[64]
     assert_exact(pair.log_ratios(prompts, found[1], temperature))
-
-
-@pytest.mark.parametrize("truncation", [Truncation(5, 1.0), Truncation(None, 0.6)])
-def test_truncated_distributions(architecture, pair_of, ragged_prompts, groups_of, truncation):
-    """Equal in truncated distributions, and above the log-probs of whole ones by what is left out."""
-    pair = pair_of(FP8, architecture(), max_batch=7)
-    prompts = ragged_prompts(6, pair.arch.vocab_size)
-    groups = groups_of(prompts, 2)
-    found = pair.generate(groups, Sampling(0.8, 6, STOP, truncation=truncation))
-    tokens = [completion.tokens for completion in found]
-    whole = TokenBatch.of([prompts[completion.group] for completion in found], tokens)
-    written = length_mask(tokens)
-    scored, other = (
-        pair.trainer.logprobs(replace(whole, truncation=applied), 0.8, pair.scales.layers)
-        for applied in (truncation, None)
-    )
-    rollout = pad([completion.logprobs for completion in found], torch.float32, 0.0)
-    assert_exact((scored.logprobs - rollout)[written])
-    assert (scored.logprobs > other.logprobs)[written].all()
-    assert (scored.entropy < other.entropy)[written].all()
-
-    with pytest.raises(LogprobError, match=r"top_k=1, top_p=1.0 leave out a token"):
-        pair.trainer.logprobs(replace(whole, truncation=Truncation(1, 1.0)), 0.8, pair.scales.layers)
 
 
 def test_long_sequences(architecture, pair_of, ragged_prompts, groups_of):

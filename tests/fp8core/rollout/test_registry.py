@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8core.config.capability import Node, this_node
+from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.hub import model_shape
@@ -99,21 +99,6 @@ def test_a_limit_of_an_engine_above_the_positions_of_the_model_is_refused(engine
         refused = [line for line in find_entry(engine).check_model(config, arch) if limit in line]
         line = f"rollout.{engine}.{limit}=257: the model has 256 positions; lower it, or set it to null"
         assert refused == ([line] if longest == 257 else [])
-
-
-@pytest.mark.parametrize(
-    ("engine", "package", "settings", "refused"),
-    [
-        ("vllm", "0.26.0", {"rollout.temperature": 0.009}, "0.009: vLLM samples at 0.01 or above"),
-        ("vllm", "0.26.0", {"rollout.temperature": 0.009, "rollout.vllm.model": "aligned"}, None),
-        ("sglang", "0.5.15", {"rollout.temperature": 9e-5}, "9e-05: SGLang samples at 0.0001 or above"),
-    ],
-)
-def test_a_temperature_that_an_engine_has_not_is_refused_before_it_starts(engine, package, settings, refused):
-    config = load_config("tiny", {"rollout.engine": engine, **settings})
-    lines = find_entry(engine).check(config, Node("sm_90", 1, packages={engine: package}))
-    found = [line for line in lines if line.startswith("rollout.temperature")]
-    assert found == ([] if refused is None else [f"rollout.temperature={refused}"])
 
 
 @pytest.mark.parametrize(

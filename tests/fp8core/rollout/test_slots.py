@@ -224,8 +224,9 @@ def test_a_file_brings_every_bit_and_goes():
     assert not Path(sent["file"]).exists()
     assert received.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
-        assert received[name].contiguous().view(torch.uint8).equal(tensor.detach().contiguous().view(torch.uint8))
+        spec, flat = received[name]
+        assert spec == TensorSpec.of(tensor)
+        assert flat.equal(tensor.detach().contiguous().view(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize(

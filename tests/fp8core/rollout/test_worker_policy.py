@@ -1,6 +1,6 @@
 """Weights written into a model's parameters and read back from them, against one tensor after another."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -13,21 +13,8 @@ from fp8core.rollout.slots import Cut, Share, Slot, find_cuts
 from fp8core.rollout.worker_policy import WeightPlaces
 
 
-class Sent(SharedTensors):
-    """Tensors of this process."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def taken(self, name: str) -> tuple[TensorSpec, Tensor]:
-        tensor = self._tensors[name]
-        return TensorSpec.of(tensor), tensor.reshape(-1).view(torch.uint8)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+def shared(tensors: Mapping[str, Tensor]) -> SharedTensors:
+    return {name: (TensorSpec.of(each), each.reshape(-1).view(torch.uint8)) for name, each in tensors.items()}
 
 
 def model() -> dict[str, Tensor]:
@@ -74,7 +61,7 @@ def test_each_tensor_lies_in_its_rows_and_is_read_from_there(monkeypatch, large:
     for seed in (1, 2):
         sent = policy(seed)
         held.clear_filling()
-        held.write(parameters, Sent(sent))
+        held.write(parameters, shared(sent))
         assert torch.cat([sent["q"], sent["k"]]).equal(parameters["qk"])
         assert torch.stack([sent["expert.0"], sent["expert.1"]]).equal(parameters["experts"])
         zeros = torch.zeros(4, 6)
@@ -116,7 +103,7 @@ def test_parts_on_several_gpus_are_read_as_the_whole_tensor(name: str, shape: tu
 def test_sums_are_of_what_the_parameters_hold_now() -> None:
     parameters = model()
     held = WeightPlaces(parameters, SHARE)
-    held.write(parameters, Sent(policy(1)))
+    held.write(parameters, shared(policy(1)))
     before = held.sums(parameters, gathered)
     parameters["experts"].view(torch.int16)[1, 2, 3] ^= 1
     now = held.sums(parameters, gathered)
@@ -127,9 +114,9 @@ def test_a_parameter_that_was_moved_is_found() -> None:
     """Captured graphs read its old memory, whatever the new one holds."""
     parameters = model()
     held = WeightPlaces(parameters, SHARE)
-    held.write(parameters, Sent(policy(1)))
+    held.write(parameters, shared(policy(1)))
     parameters["qk"] = parameters["qk"].clone()
     with pytest.raises(AssertionError, match="qk was moved"):
         held.sums(parameters, gathered)
     with pytest.raises(AssertionError, match="qk was moved"):
-        held.write(parameters, Sent(policy(1)))
+        held.write(parameters, shared(policy(1)))
