@@ -17,7 +17,7 @@ one step off and asynchronously (reward, records and checkpoints of a step lie b
 generation still share the GPU); 0 tokens differ in every mode; a token is 0.9 versions old in the mean.
 
 Predicted for three seeds of 300 steps side by side, asynchronous: 0.9 s a step, 5.3 million tokens verified, and a last
-held-out reward within two points of the synchronous trainings of benchmarks/real_parity.py (0.934 in the mean).
+held-out reward within two points of the synchronous trainings of commit e256e982 (`real_parity`) (0.934 in the mean).
 
 Alone and asynchronous it took 1.50 s a step on a host that was busy. Predicted for all three modes, one after another
 on a host without other work, with prompts captured in the asynchronous one: 1.45 s synchronously, 1.35 s one step off,

@@ -89,9 +89,9 @@ def outcome(gap: Row, pairs: int) -> str:
 
 
 def accuracy_tables(rows: Sequence[Row]) -> list[str]:
-    """The verdict over all tasks and seeds, and the gaps of each task."""
+    """The verdict over all tasks and seeds, the gap by step, and the gaps of each task."""
     gaps = [row for row in rows if row["kind"] == "gap"]
-    return [verdict_table(gaps), task_table(rows, gaps)]
+    return [verdict_table(gaps), step_table(rows), task_table(rows, gaps)]
 
 
 def verdict_table(gaps: Iterable[Row]) -> str:
@@ -102,6 +102,23 @@ def verdict_table(gaps: Iterable[Row]) -> str:
         judged = [bound, row["outcome"]] if "outcome" in row else ["the size of a draw", ""]
         lines.append([VARIANTS[row["variant"]], WINDOWS[row["window"]], str(row["pairs"]), _points(row), *judged])
     return table(["held-out accuracy minus BF16", "", "pairs", "points (interval)", "bound", "outcome"], lines)
+
+
+def step_table(rows: Iterable[Row]) -> str:
+    """Held-out accuracy minus BF16 by step, in points, means of all tasks and seeds."""
+    curves: dict[str, list[dict[str, float]]] = {}
+    for row in (row for row in rows if row["kind"] == "alignment"):
+        curves.setdefault(row["variant"], []).append({str(step): value for step, value in row["curve"].items()})
+    steps = [*curves[BASELINE][0]]
+    base, *others = (
+        [variant, *(fmean(curve[step] for curve in of_variant) for step in steps)]
+        for variant, of_variant in sorted(curves.items(), key=lambda found: [*VARIANTS].index(found[0]))
+    )
+    lines = [
+        [VARIANTS[variant], *(f"{100 * (value - bf16):+.1f}" for value, bf16 in zip(values, base[1:], strict=True))]
+        for variant, *values in others
+    ]
+    return table(["points from BF16 after step", *steps], lines)
 
 
 def task_table(rows: Iterable[Row], gaps: Sequence[Row]) -> str:

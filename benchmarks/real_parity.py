@@ -17,7 +17,7 @@ All trainings share SETTINGS, which cost little and leave what is judged as it i
 - Each process has one thread and one verifier, and neither Prefect nor MLflow (benchmarks/real_training.py).
 - vLLM's own model, of BF16, runs eagerly, which saves its compilation at each start.
 - The cache has room for all 512 completions of 76 tokens. A pass has a third of most tasks' tokens.
-By estimate that is 9 GB a training, so that 14 fit on 141 GB. The reason of one that ends early is printed, and the
+A training takes 10 GB, so that 13 fit on 141 GB. The reason of one that ends early is printed, and the
 next call begins it again. Files are synced many times a step: a `--runs` folder in memory, of 4 GiB a training, saves
 that time.
 
@@ -44,7 +44,7 @@ import torch
 from benchmarks.harness import ROOT, Row, ended, provenance, start, write_rows
 from benchmarks.real_accuracy import FP8, REDRAWN, VARIANTS, TrainedCurve, accuracy_tables, draw_gaps, gap_rows
 from benchmarks.real_checkpoint import TASKS, rounded_folder
-from benchmarks.small_hopper import alignment_row, step_ledger_row
+from benchmarks.small_hopper import alignment_row
 from flows.parity_plan import committed
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
@@ -166,7 +166,7 @@ def train(trainings: Sequence[Training], options: argparse.Namespace, logs: Path
 
 
 def measured_rows(trainings: Sequence[Training], config: str) -> list[Row]:
-    """Alignment, curve and seconds of each training that has a step, then the gaps of those that are done."""
+    """Alignment and curve of each training that has a step, then the gaps of those that are done."""
     rows, curves = list[Row](), list[TrainedCurve]()
     for training in trainings:
         if training.steps < 1:
@@ -179,8 +179,6 @@ def measured_rows(trainings: Sequence[Training], config: str) -> list[Row]:
             curves.append(TrainedCurve(training.task, training.variant, training.seed, curve))
         points = {} if curve is None else dict(zip(curve.steps, curve.accuracies, strict=True))
         rows.append(alignment_row(run, training.variant, shown) | about | {"curve": points})
-        ledger = step_ledger_row(run, training.variant, shown)
-        rows += [] if ledger is None else [ledger | about]
     parity = trainings[0].config.parity
     pairs = len({(training.task, training.seed) for training in trainings})
     return [*rows, *gap_rows(curves, pairs, parity.last_evaluations, parity.confidence)]
@@ -198,7 +196,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     gpus = [str(gpu) for gpu in range(torch.cuda.device_count())] or [""]
     parser.add_argument("--gpus", nargs="+", default=gpus, help="numbers of GPUs (default: all)")
-    parser.add_argument("--at-once", type=int, default=14, help="trainings side by side on each GPU (default 14)")
+    parser.add_argument("--at-once", type=int, default=13, help="trainings side by side on each GPU (default 13)")
     parser.add_argument("--seconds", type=float, default=560.0, help="of this call (default 560)")
     parser.add_argument("--grace", type=float, default=60.0, help="of these, for a last step and its checkpoint")
     return parser.parse_args(arguments)

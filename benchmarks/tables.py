@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.harness import MODELS, PRECISIONS, Row, stored, table, write_rows
+from benchmarks.real_accuracy import accuracy_tables
 
 SHAPE = [16384, 4096]
 WALL = "wall"
@@ -291,7 +292,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "load": lambda: [_table_of("grpo_8gpu", "step_table")],
     "cluster": lambda: [_table_of("cluster_hopper", "step_table")],
     "asynchronous": lambda: [_table_of("asynchronous_hopper", "mode_table")],
-    "real": lambda: [alignment_table(_of(stored("real_parity"), "alignment"))],
+    "accuracy": lambda: accuracy_tables(stored("real_accuracy")),
 }
 
 if __name__ == "__main__":
