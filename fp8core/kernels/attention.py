@@ -4,8 +4,6 @@ The backward of both is `attention_backward`'s, from the output and the log-sum-
 """
 
 from functools import cache, lru_cache
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,6 @@ from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import PAGE, Attended, DevicePack, PackedAttention, PackedSequences
-from fp8core.numerics.recipe import AttentionProducts
 
 
 def packed_attention(
@@ -23,7 +20,7 @@ def packed_attention(
 ) -> Attended:
     if form.exact.name in QUERY_TYPES:
         assert scales is not None, "FP8 attention without scales: calibrate first"
-        return fp8_attention(qkv, layout, pack, scales, cast(AttentionProducts, form.exact.name), form.longest)
+        return fp8_attention(qkv, layout, pack, scales, form.exact.name, form.longest)
     out, logsumexp = _flash_attention(heads_of(qkv, layout), pack)
     out = out.flatten(1)
     return Attended(out, (out, logsumexp))
@@ -40,7 +37,7 @@ def packed_attention_backward(
 ) -> Tensor:
     if form.exact.name in QUERY_TYPES:
         assert scales is not None
-        products = cast(AttentionProducts, form.exact.name)
+        products = form.exact.name
         grads = attention_gradients(grad, head_values(qkv, layout, scales, products), saved, pack)
         return head_gradients(grads, qkv, layout, scales, products)
     return torch.cat(attention_gradients(grad, heads_of(qkv, layout), saved, pack), dim=1).flatten(1)
