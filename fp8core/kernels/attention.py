@@ -4,6 +4,7 @@ The backward of both is `attention_backward`'s, from the output and the log-sum-
 """
 
 from functools import cache, lru_cache
+
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import PAGE, Attended, DevicePack, PackedAttention, PackedSequences
+from fp8core.numerics.recipe import AttentionProducts
 
 
 def packed_attention(
