@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
+from fp8core.models.checkpoint import find_checkpoint, save_checkpoint
 from fp8core.models.weights import is_linear
 from fp8core.numerics.e4m3 import quantise_tiles
 from fp8core.numerics.recipe import POW2
@@ -154,10 +154,10 @@ def rounded_folder(folder: Path, seed: int) -> Path:
 
 def write_rounded(source: Path, target: Path, seed: int) -> None:
     """A checkpoint whose linears have the noise of `rounded`, each tensor in its turn; everything else is equal."""
-    found, generator = load_checkpoint(source), torch.Generator().manual_seed(seed)
+    found, generator = find_checkpoint(source), torch.Generator().manual_seed(seed)
     tensors = {
         name: rounded(tensor.float(), generator) if is_linear(name) else tensor
-        for name, tensor in sorted(found.tensors.items())
+        for name, tensor in sorted(found.source().items())
     }
     save_checkpoint(target, found.architecture, tensors, found.tokenizer)
 

@@ -85,8 +85,6 @@ def record(run: RunContext, index: int, options: NoOptions, **artifacts: Ref) ->
             },
             **scale_metrics(store.get_json(artifacts["next_scales"])),
         }
-    if nameless := run.tokenizer.without_token(pc.list_flatten(completions["tokens"]).to_pylist()):
-        metrics["rollout/ids_without_token"] = float(len(nameless))
     if played is not None:
         rows = {key: row for key, row in row_numbers(completions).items() if compared[row]}
         metrics |= turn_metrics(played, completions, against, rows)

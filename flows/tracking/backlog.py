@@ -114,7 +114,7 @@ def publish_description(run: RunContext, tracker: Tracker) -> None:
         "config": run.config.name,
         "precision": precision(run.config),
         "code_version": run.code_version,
-        "data_digest": run.source.training_set().digest,
+        "data_digest": run.source.training_digest(),
         RUN_DIRECTORY: str(run.directory.path),
     }
     tracker.set_tags(tags, _note(run))

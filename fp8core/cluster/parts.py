@@ -1,7 +1,7 @@
 """Parts that the members of a run hold: an engine, or a rank's share of a trainer."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +14,10 @@ from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import save_checkpoint
-from fp8core.models.tensor_source import FingerprintedTensors, TensorSource
+from fp8core.models.safetensors_files import TensorSource
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import ShippedTensors
+from fp8core.numerics.fingerprint import fingerprint
 from fp8core.rollout.engine import (
     Completion,
     MemoryReader,
@@ -105,6 +106,26 @@ def build_sft(config: RunConfig, arch: Architecture, initial: TensorSource) -> S
     build = trainer_of(config.training).build_sft
     assert build is not None, "this process is asked for trainers of warm starts alone"
     return build(config, arch, initial)
+
+
+class FingerprintedTensors(Mapping[str, Tensor]):
+    """Notes what was read: `digest_of` has from `found` the `masters_digest`, once all of it was read."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+        self.found: dict[str, tuple[str, tuple[int, ...], str]] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        if name not in self.found:
+            self.found[name] = "float32", tuple(tensor.shape), fingerprint(tensor.to(self._device).float())
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 class TrainerPart:

@@ -18,7 +18,7 @@ from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
 from fp8core.errors import MemberLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.models.tensor_source import TensorSource
+from fp8core.models.safetensors_files import TensorSource
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import Shipped
 from fp8core.numerics.fingerprint import digest_of

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from fp8core.config.data import ChainTaskConfig
-from fp8core.data.prompt import HELDOUT_ONE_IN, Problem, TrainingSet, generator, is_heldout, problem
+from fp8core.data.prompt import HELDOUT_ONE_IN, Problem, generator, is_heldout, problem
 from fp8core.errors import UserError
 
 _APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -59,7 +59,6 @@ def completion(question: str, style: Style) -> str:
 
 
 def tool_call(question: str) -> str:
-    """The turn before a right completion that hands the arithmetic to a tool: `[2*7*6+0+9]$`."""
     return f"[{question.removesuffix('=')}]{EOS}"
 
 
@@ -69,9 +68,9 @@ class ChainSource:
     def __init__(self, config: ChainTaskConfig) -> None:
         self._config = config
 
-    def training_set(self) -> TrainingSet:
+    def training_digest(self) -> str:
         settings = {"generator": __name__, "heldout_one_in": HELDOUT_ONE_IN, **self._config.model_dump()}
-        return TrainingSet(hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(), None)
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
     def digest(self) -> None:
         return None
@@ -116,7 +115,6 @@ class ChainSource:
 
 
 def _questions(config: ChainTaskConfig, rng: np.random.Generator) -> Iterator[str]:
-    """Endless questions: number of operands, numbers and operations uniform and independent."""
     longest, digits = config.max_operands, config.digits
     operations = np.frombuffer(config.operations.encode(), np.uint8)
     text = np.empty((_BLOCK, (digits + 1) * longest - 1), np.uint8)

@@ -1,7 +1,7 @@
 """Demonstrations of the supervised warm start: rows of the user's own, or worked examples of the chain task."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from fp8core.config.run import RunConfig, WarmStartConfig
 from fp8core.data.chain import ChainSource, Demonstration, running_values, tool_call
 from fp8core.data.prompt import PromptSource, encode_prompt
-from fp8core.data.source import in_epochs, read_file
+from fp8core.data.source import read_file
 from fp8core.environments.chat import OBSERVATION
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
@@ -30,7 +30,6 @@ class TokenisedDemonstration:
 
 
 def demonstrated(rows: Sequence[TokenisedDemonstration]) -> TokenBatch:
-    """Demonstrations as a batch, whose `completion` marks the tokens that are learnt."""
     batch = TokenBatch.of([row.prompt for row in rows], [row.completion for row in rows])
     for place, row in enumerate(rows):
         if row.written is not None:
@@ -39,18 +38,13 @@ def demonstrated(rows: Sequence[TokenisedDemonstration]) -> TokenBatch:
     return batch
 
 
-Draw = Callable[[int], Sequence[TokenisedDemonstration]]
-"""From the step of a warm start to its batch; a pure function."""
-
-
-def chain_batches(config: RunConfig, warm: WarmStartConfig, source: PromptSource, tokenizer: Tokenizer) -> Draw:
+def chain_demonstrations(
+    step: int, config: RunConfig, warm: WarmStartConfig, source: PromptSource, tokenizer: Tokenizer
+) -> list[TokenisedDemonstration]:
+    """The batch of a step of a warm start; a pure function."""
     assert isinstance(source, ChainSource), "RunConfig demands a file of demonstrations elsewhere"
-
-    def drawn(step: int) -> list[TokenisedDemonstration]:
-        rows = source.demonstrations(step, warm.batch_size, config.seed, warm.step_by_step_share, warm.tool_share)
-        return [_tokenised(row, tokenizer) for row in rows]
-
-    return drawn
+    rows = source.demonstrations(step, warm.batch_size, config.seed, warm.step_by_step_share, warm.tool_share)
+    return [_tokenised(row, tokenizer) for row in rows]
 
 
 def _tokenised(row: Demonstration, tokenizer: Tokenizer) -> TokenisedDemonstration:
@@ -61,11 +55,6 @@ def _tokenised(row: Demonstration, tokenizer: Tokenizer) -> TokenisedDemonstrati
     answer = tokenizer.encode(f"{OBSERVATION}{running_values(row.question)[-1]}")
     written = [True] * len(call) + [False] * len(answer) + [True] * len(completion)
     return TokenisedDemonstration(prompt, [*call, *answer, *completion], written)
-
-
-def own_batches(config: RunConfig, warm: WarmStartConfig, rows: Sequence[TokenisedDemonstration]) -> Draw:
-    """All of the user's rows, in an order of its own each epoch."""
-    return lambda step: in_epochs(rows, step, warm.batch_size, config.seed, "demonstrations")
 
 
 def own_demonstrations(
@@ -79,10 +68,8 @@ def own_demonstrations(
     for row in rows:
         _text, prompt = encode_prompt(row, config, tokenizer, max_positions)
         try:
-            # The template writes the marks of a turn; the policy writes thoughts and calls.
-            pieces = tokenizer.assistant_pieces(row.reference)
-            completion = [*(i for piece in pieces for i in tokenizer.encode(piece)), tokenizer.end_id]
-        except (UserError, ValueError) as error:
+            completion = [*tokenizer.encode(row.reference), tokenizer.end_id]
+        except UserError as error:
             raise UserError(f"{row.place}: {error}") from error
         if len(prompt) + len(completion) > max_positions:
             raise UserError(
@@ -94,7 +81,6 @@ def own_demonstrations(
 
 
 def digest_of_rows(demonstrations: Sequence[TokenisedDemonstration]) -> str:
-    """SHA-256 of the tokens of all rows, in order."""
     digest = hashlib.sha256()
     for row in demonstrations:
         digest.update(f"{list(row.prompt)} {list(row.completion)}\n".encode())

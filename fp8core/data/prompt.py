@@ -4,7 +4,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -47,20 +47,15 @@ def asked_text(question: str, before: tuple[Message, ...]) -> str:
     return json.dumps([*before, question]) if before else question
 
 
-class TrainingSet(NamedTuple):
-    """The problems that training can meet: SHA-256 of all that determines them, and their number; None: endless."""
-
-    digest: str
-    rows: int | None
-
-
 class PromptSource(Protocol):
     """Problems for training and for evaluation. No state: the step number is the position in the data.
 
     `training` and `heldout` raise UserError where there are fewer than `count`.
     """
 
-    def training_set(self) -> TrainingSet: ...
+    def training_digest(self) -> str:
+        """SHA-256 of all that determines the problems that training can meet."""
+        ...
 
     def digest(self) -> str | None:
         """SHA-256 of all problems that were read, of training and held out; None where settings determine them."""
@@ -108,8 +103,6 @@ def generator(seed: int, purpose: str, index: int) -> np.random.Generator:
 
 # More than tokenizers put around a text.
 _ADDED_TOKENS = 8
-# No character, so templates leave it alone.
-_CUT = "\ufdd0"
 
 
 def encode_prompt(
@@ -117,30 +110,16 @@ def encode_prompt(
 ) -> tuple[str, list[int]]:
     """Text and token ids of a prompt: the template around the question, in the chat template if there is one.
 
-    A chat template writes its own special tokens; a plain prompt gets those of the tokenizer (Llama's BOS). Those of
-    `data.template` are tokens too, and what only looks like one in a question or a message before it is plain text.
-
-    Raises:
-        UserError: the prompt is empty, longer than allowed, leaves no room for the completion, or has a character that
-            the tokenizer lacks.
-    """
+    A chat template writes its own special tokens; a plain prompt gets those of the tokenizer (Llama's BOS).
+    Raises UserError: the prompt is empty, longer than allowed, leaves no room for the completion, or has a character
+    that the tokenizer lacks."""
     text, chat = prompt_text(problem, config, tokenizer)
     try:
-        if _CUT in text:
-            raise ValueError("the prompt has the code point U+FDD0, which is no character")
-        tokens = tokenizer.encode_pieces(_cut_text(problem, config, tokenizer).split(_CUT), first=not chat)
-    except ValueError as error:
+        tokens = tokenizer.encode(text, add_special_tokens=not chat)
+    except UserError as error:
         raise UserError(f"{problem.place}: {error}" if problem.place else str(error)) from error
     refuse_length(problem, len(tokens), "tokens", config, max_positions)
     return text, tokens
-
-
-def _cut_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> str:
-    """`prompt_text` with marks inside the control tokens of the question and the messages before it."""
-    cuts = {"assistant": tokenizer.assistant_pieces}
-    before = [Message(role, _CUT.join(cuts.get(role, tokenizer.plain_pieces)(text))) for role, text in problem.before]
-    marked = replace(problem, question=_CUT.join(tokenizer.plain_pieces(problem.question)), before=tuple(before))
-    return prompt_text(marked, config, tokenizer)[0]
 
 
 def refuse_length(problem: Problem, tokens: int, of_what: str, config: RunConfig, max_positions: int) -> None:
@@ -157,28 +136,13 @@ def refuse_length(problem: Problem, tokens: int, of_what: str, config: RunConfig
 
 
 def refuse_unfit(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
-    """Raises UserError as `encode_prompt`, at the cost of encoding only where the text may be refused.
+    """Raises UserError as `encode_prompt`, at the cost of encoding only where a text may be too long.
 
     A token stands for a byte at least; where a tokenizer's normaliser lengthens a text, `encode_prompt` still refuses.
     """
     text, _ = prompt_text(problem, config, tokenizer)
-    long = len(text.encode()) + _ADDED_TOKENS > longest_prompt(config, max_positions)
-    if long or tokenizer.may_lack_characters:
+    if len(text.encode()) + _ADDED_TOKENS > longest_prompt(config, max_positions):
         encode_prompt(problem, config, tokenizer, max_positions)
-
-
-def refuse_unread_turns(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raises UserError, with the place, where a turn could be another and the prompt would still be the same."""
-    text, _ = prompt_text(problem, config, tokenizer)
-    turns = [*problem.before, Message("user", problem.question)]
-    for number, (role, content) in enumerate(turns, start=1):
-        changed = [*turns[: number - 1], Message(role, f"{content}?"), *turns[number:]]
-        other = replace(problem, question=changed[-1].content, before=tuple(changed[:-1]))
-        if prompt_text(other, config, tokenizer)[0] == text:
-            raise UserError(
-                f"{problem.place}: the chat template of the model leaves out message {number}, the {role}'s; mend it, "
-                "or put this text into another message"
-            )
 
 
 def question_text(problem: Problem, config: RunConfig) -> str:

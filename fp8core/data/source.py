@@ -10,7 +10,6 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from decimal import Decimal
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
@@ -27,13 +26,11 @@ from fp8core.data.prompt import (
     Message,
     Problem,
     PromptSource,
-    TrainingSet,
     generator,
     is_heldout,
     problem,
     problems_digest,
     refuse_unfit,
-    refuse_unread_turns,
 )
 from fp8core.data.references import counted, readable
 from fp8core.errors import InvalidReply, UserError, first_line
@@ -44,7 +41,7 @@ from fp8core.user_files import json_kind
 
 
 def problem_from_row(row: object, data: DataConfig, place: str) -> Problem:
-    """The problem in one row, its answer kept as text. Raises UserError, beginning with `place`, on a bad row."""
+    """Raises UserError, beginning with `place`, on a bad row."""
     if not isinstance(row, dict):
         raise UserError(f"{place}: the row is {json_kind(row)}, not an object with fields")
     before: list[Message] = []
@@ -60,7 +57,6 @@ _ROLES = ("system", "user", "assistant")
 
 
 def _messages(row: dict[str, object], field: str, place: str) -> list[Message]:
-    """The turns in a field, the last of which is the user's."""
     turns = _field(row, field, place)
     if not isinstance(turns, list) or not turns:
         raise UserError(f"{place}: field {field!r} is no list of messages")
@@ -69,8 +65,6 @@ def _messages(row: dict[str, object], field: str, place: str) -> list[Message]:
         where = f"{place}: message {number} of {field!r}"
         if not isinstance(turn, dict) or turn.get("role") not in _ROLES:
             raise UserError(f"{where}: expected an object whose `role` is one of {', '.join(_ROLES)}")
-        if others := sorted(key for key, value in turn.items() if key not in ("role", "content") and value is not None):
-            raise UserError(f"{where}: only `role` and `content` are read, and it has {others[0]!r}")
         messages.append(Message(turn["role"], _text_field(turn, "content", where)))
     if messages[-1].role != "user":
         raise UserError(f"{place}: the last message of {field!r} is the {messages[-1].role}'s, not the user's")
@@ -78,7 +72,6 @@ def _messages(row: dict[str, object], field: str, place: str) -> list[Message]:
 
 
 def _columns(row: dict[str, object], names: Sequence[str], place: str) -> str:
-    """The columns for the verifier as a JSON object; empty where none are configured."""
     if not names:
         return ""
     try:
@@ -99,10 +92,8 @@ class RowSource:
     """
 
     def __init__(self, rows: Sequence[Problem], place: str, heldout: Sequence[Problem] | None = None) -> None:
-        """Without rows to hold out, one row in eight is held out by a hash of its question.
-
-        `place` names the data in errors. Raises UserError when nothing is left to train on.
-        """
+        """Without rows to hold out, one row in eight is held out by a hash of its question; `place` names the data.
+        Raises UserError: nothing is left to train on."""
         unique = _unique(rows)
         held = _unique(heldout) if heldout is not None else {q: row for q, row in unique.items() if is_heldout(q)}
         self._place = place
@@ -113,8 +104,8 @@ class RowSource:
         if not self._training:
             raise UserError(f"{place}: all {len(unique)} questions are held out, none is left to train on")
 
-    def training_set(self) -> TrainingSet:
-        return TrainingSet(problems_digest(self._training), len(self._training))
+    def training_digest(self) -> str:
+        return problems_digest(self._training)
 
     def digest(self) -> str:
         return problems_digest([*self._training, *self._heldout])
@@ -172,13 +163,10 @@ def _unique(rows: Sequence[Problem]) -> dict[str, Problem]:
 def _field(row: dict[str, object], field: str, place: str) -> object:
     """The value of a field, or of one within another, whose names have a dot between them."""
     value: object = row
-    names = [field] if field in row else field.split(".")
-    for depth, name in enumerate(names):
-        within = f"field {'.'.join(names[:depth])!r}" if depth else "the row"
-        if not isinstance(value, dict):
-            raise UserError(f"{place}: no field {field!r} ({within} is {json_kind(value)})")
-        if name not in value:
-            raise UserError(f"{place}: no field {field!r} ({within} has: {', '.join(map(repr, value)) or 'none'})")
+    for name in [field] if field in row else field.split("."):
+        if not isinstance(value, dict) or name not in value:
+            there = ", ".join(map(repr, value)) if isinstance(value, dict) else json_kind(value)
+            raise UserError(f"{place}: no field {field!r} (there is {there or 'none'})")
         value = value[name]
     return value
 
@@ -186,13 +174,11 @@ def _field(row: dict[str, object], field: str, place: str) -> object:
 def _answer(row: dict[str, object], field: str, place: str) -> str:
     """A reference; a number is its text without an exponent."""
     value = _field(row, field, place)
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return _text_field(row, field, place)
-    if isinstance(value, int):
-        return str(value)
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{place}: field {field!r} is {value}, which is no number to compare with")
-    return np.format_float_positional(value, trim="0") if isinstance(value, float) else f"{value:f}"
+    return str(value) if isinstance(value, int) else np.format_float_positional(value, trim="0")
 
 
 def _text_field(row: dict[str, object], field: str, place: str) -> str:
@@ -201,10 +187,6 @@ def _text_field(row: dict[str, object], field: str, place: str) -> str:
         raise UserError(f"{place}: field {field!r} is {json_kind(value)}, not text")
     if not value.strip():
         raise UserError(f"{place}: field {field!r} is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{place}: field {field!r} holds half a surrogate pair, which is no Unicode text") from error
     return value
 
 
@@ -212,27 +194,20 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 def read_file(path: Path, data: DataConfig) -> list[Problem]:
-    """Every row of a file of one of the SUFFIXES, in order. Raises UserError, with the place of a bad row."""
+    """Raises UserError, with the place of a bad row."""
     if not path.name.endswith(SUFFIXES):
         raise UserError(f"{path}: only .jsonl, .jsonl.gz and .parquet files are read")
     read = _parquet_rows if path.suffix == ".parquet" else _json_rows
     try:
         rows = [problem_from_row(row, data, place) for place, row in read(path)]
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: damaged gzip data ({error})") from error
-    except pa.ArrowException as error:
-        raise UserError(f"{path}: damaged parquet data ({first_line(error)})") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or first_line(error)})") from error
     if not rows:
         raise UserError(f"{path}: the file has no rows")
     return rows
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """Place and content of every row, counted from 0."""
     numbers = count()
     for batch in pq.ParquetFile(path).iter_batches():
         for row in batch.to_pylist():
@@ -257,7 +232,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def read_hub_dataset(data: DataConfig) -> list[Problem]:
-    """Every row of one split, in order; `data.source` is a name on the hub or a folder of data files."""
+    """Every row of one split; `data.source` is a name on the hub or a folder of data files."""
     try:
         import datasets
         import huggingface_hub
@@ -279,12 +254,10 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
         ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = ": ".join(first_line(part) for part in (error, error.__cause__) if part is not None)
-        folder = Path(data.source)
-        hint = "" if folder.is_dir() else ", and no file or folder here"
-        if any(folder.rglob("*.jsonl")):
-            hint = "; name one .jsonl file of the folder to see its line"
-        loaded = "cannot be loaded as a Hugging Face dataset"
-        raise UserError(f"data.source={data.source}: {loaded} ({reason}){hint}") from error
+        hint = "" if Path(data.source).is_dir() else ", and no file or folder here"
+        raise UserError(
+            f"data.source={data.source}: cannot be loaded as a Hugging Face dataset ({reason}){hint}"
+        ) from error
     place = f"{data.source}, split {data.split}"
     rows = [problem_from_row(row, data, f"{place}, row {number}") for number, row in enumerate(table)]
     if not rows:
@@ -293,7 +266,6 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
 
 
 def build_source(data: DataConfig, evaluation: EvaluationConfig) -> PromptSource:
-    """Raises UserError on data that cannot be read."""
     heldout = evaluation.source
     if data.source != "chain":
         return RowSource(read_rows(data), data.source, read_file(Path(heldout), data) if heldout else None)
@@ -304,13 +276,9 @@ def build_source(data: DataConfig, evaluation: EvaluationConfig) -> PromptSource
 
 def read_rows(data: DataConfig) -> list[Problem]:
     """Every row of a file or a Hugging Face dataset, in order. Raises UserError on data that cannot be read."""
-    # The reader of files refuses whatever exists and is of another kind, with the kinds that it reads.
     path = Path(data.source)
-    if data.source.endswith(SUFFIXES) or (path.exists() and not path.is_dir()):
-        return read_file(path, data)
-    if data.source.startswith((".", "/", "~")) and not path.exists():
-        raise UserError(f"{path}: no such file")
-    return read_hub_dataset(data)
+    is_file = data.source.endswith(SUFFIXES) or data.source.startswith((".", "/", "~")) or path.exists()
+    return read_file(path, data) if is_file and not path.is_dir() else read_hub_dataset(data)
 
 
 class CheckedSource(NamedTuple):
@@ -350,10 +318,3 @@ def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> st
     if (invalid := InvalidReply.read(verdict.detail)) is not None:
         raise UserError(f"{named}: {invalid}")
     return f"{named}: it fails where a completion is the reference of the first problem: {verdict.detail}"
-
-
-def check_turns(source: PromptSource, config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raises UserError on a prompt that lacks a turn, with its place: of a new run, since it changes no prompt."""
-    rows = reversed(list(source.to_check()))
-    for row in {tuple(message.role for message in row.before): row for row in rows}.values():
-        refuse_unread_turns(row, config, tokenizer)

@@ -74,7 +74,6 @@ class Architecture:
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """Layers with a router and experts, ascending."""
         if (experts := self.experts) is None:
             return ()
         steps = range(experts.sparse_step - 1, self.num_layers, experts.sparse_step)
@@ -151,8 +150,37 @@ _FAMILIES: dict[str, Family] = {
 # The `quantization_config` of block FP8, as DeepSeek-V3 and Qwen3-FP8 have it; other keys say which modules have it.
 BLOCK_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [TILE, TILE]}
 
+# Fields of our classes and the keys of config.json.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_EXPERTS = {
+    "count": "num_experts",
+    "per_token": "num_experts_per_tok",
+    "intermediate_size": "moe_intermediate_size",
+    "normalise_top_k": "norm_topk_prob",
+    "sparse_step": "decoder_sparse_step",
+    "dense_layers": "mlp_only_layers",
+}
+_LLAMA3_ROPE = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_positions": "original_max_position_embeddings",
+}
 # Numbers that no default of transformers may stand in for.
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_NEEDED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("max_position_embeddings", "rms_norm_eps"),
+)
 
 
 def _refused(where: str, key: str, found: object, supported: str) -> UserError:
@@ -169,31 +197,24 @@ def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
     family = _FAMILIES[names[0]]
     if config.get("model_type") not in (None, family):
         raise _refused(where, "model_type", config["model_type"], f"supported: {family}, for {names[0]}")
-    for key in (*_SIZES, "max_position_embeddings", "rms_norm_eps"):
+    for key in _NEEDED:
         size = config.get(key)
         if not isinstance(size, int | float) or isinstance(size, bool) or size <= 0:
             raise _refused(where, key, size, "expected a positive number")
     if config.get("quantization_config") is not None:
-        check_block_fp8(config["quantization_config"], where)
+        raise _refused(where, "quantization_config", config["quantization_config"], "take the checkpoint in BF16")
     hf = _read(config, family, where)
     _check_supported(hf, family, where)
     theta, scaling = _rope(hf, where)
+    sizes: dict[str, Any] = {field: getattr(hf, key) for field, key in _SIZES.items()}
     return Architecture(
+        **sizes,
         family=family,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
         head_dim=_head_dim(hf),
-        rms_norm_eps=hf.rms_norm_eps,
         rope_theta=theta,
-        max_positions=hf.max_position_embeddings,
         rope_scaling=scaling,
         qk_norm=family in ("qwen3", "qwen3_moe"),
         qkv_bias=family == "qwen2",
-        tie_embeddings=hf.tie_word_embeddings,
         experts=_experts(hf, where) if family == "qwen3_moe" else None,
     )
 
@@ -217,7 +238,6 @@ def _head_dim(hf: Any) -> int:
 
 
 def _check_supported(hf: Any, family: Family, where: str) -> None:
-    """Raises UserError: by one of the keys, the model computes something that the decoder does not."""
     heads, kv_heads, head_dim = hf.num_attention_heads, hf.num_key_value_heads, _head_dim(hf)
     if heads % kv_heads:
         raise _refused(where, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
@@ -238,16 +258,7 @@ def _check_supported(hf: Any, family: Family, where: str) -> None:
         raise _refused(where, "sliding_window", hf.sliding_window, "supported: null (full attention)")
 
 
-def check_block_fp8(found: object, where: str) -> None:
-    """Raises UserError: a `quantization_config` is of another format than block FP8."""
-    section = found if isinstance(found, Mapping) else {}
-    for key, expected in BLOCK_FP8.items():
-        if section.get(key, expected if key == "fmt" else None) != expected:
-            raise _refused(where, f"quantization_config: {key}", section.get(key), f"expected {json.dumps(expected)}")
-
-
 def _rope(hf: Any, where: str) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary positions."""
     found = hf.rope_parameters
     kind, share = found.get("rope_type"), found.get("partial_rotary_factor", 1.0)
     if share != 1:
@@ -256,25 +267,14 @@ def _rope(hf: Any, where: str) -> tuple[float, RopeScaling | None]:
         return found["rope_theta"], None
     if kind != "llama3":
         raise _refused(where, "rope_type", kind, 'supported: "default" and "llama3", for all layers alike')
-    return found["rope_theta"], RopeScaling(
-        factor=found["factor"],
-        low_freq_factor=found["low_freq_factor"],
-        high_freq_factor=found["high_freq_factor"],
-        original_max_positions=found["original_max_position_embeddings"],
-    )
+    return found["rope_theta"], RopeScaling(**{field: found[key] for field, key in _LLAMA3_ROPE.items()})
 
 
 def _experts(hf: Any, where: str) -> Experts:
     if hf.num_experts_per_tok > hf.num_experts:
         raise _refused(where, "num_experts_per_tok", hf.num_experts_per_tok, f"at most num_experts={hf.num_experts}")
-    return Experts(
-        count=hf.num_experts,
-        per_token=hf.num_experts_per_tok,
-        intermediate_size=hf.moe_intermediate_size,
-        normalise_top_k=hf.norm_topk_prob,
-        sparse_step=hf.decoder_sparse_step,
-        dense_layers=tuple(hf.mlp_only_layers),
-    )
+    found: dict[str, Any] = {field: getattr(hf, key) for field, key in _EXPERTS.items()}
+    return Experts(**found | {"dense_layers": tuple(hf.mlp_only_layers)})
 
 
 def architecture_to_hf(
@@ -292,36 +292,17 @@ def architecture_to_hf(
         name, specific = "MistralForCausalLM", {"sliding_window": None}
     if (experts := arch.experts) is not None:
         name = "Qwen3MoeForCausalLM"
-        specific |= {
-            "num_experts": experts.count,
-            "num_experts_per_tok": experts.per_token,
-            "moe_intermediate_size": experts.intermediate_size,
-            "norm_topk_prob": experts.normalise_top_k,
-            "decoder_sparse_step": experts.sparse_step,
-            "mlp_only_layers": list(experts.dense_layers),
-        }
+        specific |= {key: getattr(experts, field) for field, key in _EXPERTS.items()}
+        specific["mlp_only_layers"] = list(experts.dense_layers)
     scaling = None
     if (rope := arch.rope_scaling) is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_positions,
-        }
+        scaling = {"rope_type": "llama3", **{key: getattr(rope, field) for field, key in _LLAMA3_ROPE.items()}}
     return {
         "architectures": [name],
         "model_type": _FAMILIES[name],
-        "vocab_size": arch.vocab_size,
-        "hidden_size": arch.hidden_size,
-        "intermediate_size": arch.intermediate_size,
-        "num_hidden_layers": arch.num_layers,
-        "num_attention_heads": arch.num_heads,
-        "num_key_value_heads": arch.num_kv_heads,
+        **{key: getattr(arch, field) for field, key in _SIZES.items()},
         "head_dim": arch.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": arch.max_positions,
-        "rms_norm_eps": arch.rms_norm_eps,
         "rope_theta": arch.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": arch.rope_theta},
@@ -329,7 +310,6 @@ def architecture_to_hf(
         **({} if arch.qkv_bias else {"attention_bias": False}),
         "attention_dropout": 0.0,
         **specific,
-        "tie_word_embeddings": arch.tie_embeddings,
         "bos_token_id": bos_id,
         "eos_token_id": one_or_list(eos_ids),
         "pad_token_id": pad_id,

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,12 +24,8 @@ from fp8core.models.architecture import (
     one_or_list,
     parameter_shapes,
 )
-from fp8core.models.safetensors_files import INDEX, WEIGHTS, FileTensors, StoredTensor, read_folder
-from fp8core.models.tensor_source import TensorSource
+from fp8core.models.safetensors_files import INDEX, WEIGHTS, FileTensors, StoredTensor, TensorSource, read_folder
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.models.weights import SCALE_SUFFIX
-from fp8core.numerics.e4m3 import decode
-from fp8core.numerics.recipe import TILE
 from fp8core.user_files import read_json_object
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -37,110 +33,48 @@ _DTYPES = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True)
-class Dequantised:
-    """E4M3 codes and their scales to a matrix in BF16: `code * scale` in FP32, rounded once."""
-
-    stored: StoredTensor
-    scales: StoredTensor
-
-    def __post_init__(self) -> None:
-        shape, scales = self.stored.spec.shape, self.scales.spec
-        tiles = tuple(-(-side // TILE) for side in shape)
-        if len(shape) != 2 or 0 in shape or scales.shape != tiles or scales.dtype not in _DTYPES:
-            raise self.scales.refused(
-                f"expected floating-point {list(tiles)} for weights {list(shape)}, found {scales.dtype} "
-                f"{list(scales.shape)}"
-            )
-
-    def absolute(self) -> "Dequantised":
-        return Dequantised(self.stored.absolute(), self.scales.absolute())
-
-    def whole(self) -> Tensor:
-        """The matrix. Raises UserError: the file cannot be read, or holds codes without a value."""
-        scales = self.scales.whole().float()
-        if not bool(((scales > 0) & (scales < float("inf"))).all()):
-            raise self.scales.refused("a scale is not positive and finite")
-        rows, columns = self.stored.spec.shape
-        factors = scales.repeat_interleave(TILE, dim=0)[:rows].repeat_interleave(TILE, dim=1)[:, :columns]
-        values = (decode(self.stored.whole().view(torch.uint8)) * factors).bfloat16()
-        # The maximum of anything with NaN is NaN; `isfinite` of every element takes many times as long in BF16.
-        if not bool(values.abs().amax().isfinite()):
-            raise self.stored.refused("holds NaN, or values beyond BF16")
-        return values
-
-
-@dataclass(frozen=True)
 class Checkpoint:
-    """A model read from disk.
-
-    Attributes:
-        tensors: Exactly the names of `parameter_shapes`, in their stored types; BF16 for block FP8.
-        dequantised: The tensors that were stored in block FP8.
-    """
-
-    architecture: Architecture
-    tensors: Mapping[str, Tensor]
-    tokenizer: Tokenizer
-    dequantised: frozenset[str]
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self.tokenizer.eos_ids
-
-
-@dataclass(frozen=True)
-class StoredCheckpoint:
     """A checkpoint on disk, checked but for the values of its weights, which are not read yet."""
 
     folder: Path
     architecture: Architecture
     stored: Mapping[str, StoredTensor]
-    codes: Mapping[str, Dequantised]
     tokenizer: Tokenizer
 
-    def load(self) -> Checkpoint:
-        return Checkpoint(self.architecture, dict(self.source()), self.tokenizer, frozenset(self.codes))
-
     def source(self) -> FileTensors:
-        """The weights in their files, of which nothing is kept. Raises UserError: as `check_head`."""
+        """The weights in their files, of exactly the names of `parameter_shapes`, in their stored types.
+        Raises UserError: as `check_head`."""
         self.check_head()
-        places: dict[str, StoredTensor | Dequantised] = {**self.stored, **self.codes}
-        return FileTensors({name: places[name] for name in parameter_shapes(self.architecture)})
+        return FileTensors({name: self.stored[name] for name in parameter_shapes(self.architecture)})
 
     def check_head(self) -> None:
         """Read a stored head that is tied to the embedding. Raises UserError: it has other values."""
-        files = FileTensors({**self.stored, **self.codes})
-        tied = self.architecture.tie_embeddings and _HEAD in files
-        if tied and not torch.equal(files[_HEAD], files[_EMBEDDING]):
+        tied = self.architecture.tie_embeddings and _HEAD in self.stored
+        if tied and not torch.equal(self.stored[_HEAD].whole(), self.stored[_EMBEDDING].whole()):
             raise self.stored[_HEAD].refused(
                 f"expected the values of {_EMBEDDING} (config.json says tie_word_embeddings), found others"
             )
 
 
-def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read config.json, the weights and the tokenizer.
+def find_checkpoint(folder: Path) -> Checkpoint:
+    """Read config.json, the names and shapes of the weights, and the tokenizer.
     Raises UserError: naming the file, and the key or tensor with what was expected and found."""
-    return find_checkpoint(folder).load()
-
-
-def find_checkpoint(folder: Path) -> StoredCheckpoint:
-    """Read config.json, the names and shapes of the weights, and the tokenizer. Raises UserError."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     config_path = folder / "config.json"
-    config = read_json_object(config_path)
-    architecture = architecture_from_hf(config, str(config_path))
+    architecture = architecture_from_hf(read_json_object(config_path), str(config_path))
     # Old Llama conversions store the rotary frequencies, which the configuration determines.
     stored = {name: t for name, t in read_folder(folder).items() if not name.endswith("rotary_emb.inv_freq")}
-    codes = {} if config.get("quantization_config") is None else _take_codes(stored)
-    read = {name: replace(codes[name].stored.spec, dtype="BF16") for name in codes}
-    described = {name: replace(tensor, spec=read.get(name, tensor.spec)) for name, tensor in stored.items()}
     single = folder / WEIGHTS
     where = single if single.is_file() else folder / INDEX
-    _check(described, parameter_shapes(architecture), architecture.tie_embeddings, where)
+    _check(stored, parameter_shapes(architecture), architecture.tie_embeddings, where)
     tokenizer = Tokenizer.load(folder)
-    check_vocabulary(f"{folder}: config.json", architecture, tokenizer)
-    return StoredCheckpoint(folder, architecture, stored, codes, tokenizer)
+    largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids)
+    if largest >= architecture.vocab_size:
+        raise UserError(
+            f"{folder}: config.json: token {largest} of the tokenizer is beyond vocab_size={architecture.vocab_size}"
+        )
+    return Checkpoint(folder, architecture, stored, tokenizer)
 
 
 def save_checkpoint(
@@ -150,7 +84,7 @@ def save_checkpoint(
     tokenizer: Tokenizer,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write a folder that `load_checkpoint`, transformers and vLLM read; equal input gives equal bytes.
+    """Write a folder that `find_checkpoint`, transformers and vLLM read; equal input gives equal bytes.
     Raises UserError: the folder is in the way or cannot be written."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == parameter_shapes(architecture), "tensors do not fit the architecture"
@@ -160,23 +94,12 @@ def save_checkpoint(
             sync_path(path)
 
 
-def check_vocabulary(where: str, architecture: Architecture, tokenizer: Tokenizer) -> None:
-    """Raises UserError: the tokenizer has a token that the model has no embedding for."""
-    largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids)
-    if largest >= architecture.vocab_size:
-        raise UserError(f"{where}: token {largest} of the tokenizer is beyond vocab_size={architecture.vocab_size}")
-
-
-def check_unoccupied(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target}: already exists; a checkpoint is never overwritten")
-
-
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder beside the target that takes its name when the body ends well, and is removed when it does not.
     Raises UserError: the target is in the way or cannot be written."""
-    check_unoccupied(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target}: already exists; a checkpoint is never overwritten")
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -215,14 +138,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _take_codes(stored: dict[str, StoredTensor]) -> dict[str, Dequantised]:
-    """Matrices of codes with their scales, which are taken out of `stored`."""
-    names = [
-        name for name, tensor in stored.items() if tensor.spec.dtype == "F8_E4M3" and name + SCALE_SUFFIX in stored
-    ]
-    return {name: Dequantised(stored[name], stored.pop(name + SCALE_SUFFIX)) for name in names}
-
-
 def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], tied: bool, where: Path) -> None:
     allowed = {**shapes, _HEAD: shapes[_EMBEDDING]} if tied else shapes
     missing = [name for name in shapes if name not in stored]
@@ -243,36 +158,26 @@ def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, .
 def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Architecture:
     """A Qwen3-shaped decoder (Qwen3-MoE with experts, Llama without QK norm) of the configured size."""
     dense: Literal["llama", "qwen3"] = "qwen3" if config.qk_norm else "llama"
-    experts = _experts(config)
+    experts = None
+    if config.num_experts:
+        experts = Experts(
+            count=config.num_experts,
+            per_token=config.experts_per_token,
+            intermediate_size=config.expert_intermediate_size,
+            normalise_top_k=config.normalise_top_k,
+            sparse_step=config.decoder_sparse_step,
+            dense_layers=tuple(config.mlp_only_layers),
+        )
+    sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    others = ("rope_theta", "max_positions", "qk_norm", "tie_embeddings")
+    chosen: dict[str, Any] = {name: getattr(config, name) for name in (*sizes, *others)}
     return Architecture(
+        **chosen,
         family=dense if experts is None else "qwen3_moe",
         vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         rms_norm_eps=1e-6,
-        rope_theta=config.rope_theta,
-        max_positions=config.max_positions,
         rope_scaling=None,
-        qk_norm=config.qk_norm,
-        tie_embeddings=config.tie_embeddings,
         experts=experts,
-    )
-
-
-def _experts(config: ArchitectureConfig) -> Experts | None:
-    if config.num_experts == 0:
-        return None
-    return Experts(
-        count=config.num_experts,
-        per_token=config.experts_per_token,
-        intermediate_size=config.expert_intermediate_size,
-        normalise_top_k=config.normalise_top_k,
-        sparse_step=config.decoder_sparse_step,
-        dense_layers=tuple(config.mlp_only_layers),
     )
 
 
@@ -307,7 +212,6 @@ class InitialWeights(TensorSource):
         return self._draw(index) * spread
 
     def _draw(self, index: int) -> Tensor:
-        """N(0, 1) of one tensor, whose state is known; that of the next one is then."""
         generator = torch.Generator()
         generator.set_state(self._states[index])
         drawn = torch.randn(self._shapes[self._drawn[index]], generator=generator)

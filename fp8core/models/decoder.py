@@ -121,7 +121,6 @@ class Decoder:
         return token_logprobs(states, weights.head, self.formats.head, targets, temperature)
 
     def rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of int64 [B, T], each FP32 [B, 1, T, head_dim / 2]."""
         return self._cos[positions][:, None], self._sin[positions][:, None]
 
     def _add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,7 +153,6 @@ def _attend(
     context: Context,
     scales: LayerScales | None,
 ) -> Tensor:
-    """[tokens, heads * d]."""
     q, k, v = qkv
     keys, values = context.extend(layer, *attention.store(k, v, scales))
     out = attention.attend(q, keys, values, context.mask, scales)

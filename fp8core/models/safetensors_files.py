@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fp8core.errors import UserError
-from fp8core.models.tensor_source import TensorSource
 from fp8core.user_files import read_json_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -55,10 +54,6 @@ class StoredTensor:
     def refused(self, problem: str) -> UserError:
         return UserError(f"{self.file}: tensor {self.spec.name}: {problem}")
 
-    def absolute(self) -> "StoredTensor":
-        """The same, for a process with another working directory."""
-        return replace(self, file=self.file.absolute())
-
     def whole(self) -> Tensor:
         """Raises UserError: the file cannot be read."""
         with _reading(self.file) as handle:
@@ -72,17 +67,21 @@ class StoredTensor:
         return part
 
 
+class TensorSource(Mapping[str, Tensor]):
+    """Tensors that are made when they are asked for. Its pickle is small, and gives the same tensors elsewhere.
+
+    A model of 8 billion parameters is 32 GB in FP32: too much to hand from one process to another."""
+
+
 class FileTensors(TensorSource):
     """Tensors that are read in their files; another process must see these at the same paths."""
 
-    def __init__(self, stored: Mapping[str, Any]) -> None:
-        """`stored`: by name a `StoredTensor`, or what else has `whole()` and `absolute()`."""
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         # The other process has a working directory of its own.
-        self._stored = {name: place.absolute() for name, place in stored.items()}
+        self._stored = {name: replace(place, file=place.file.absolute()) for name, place in stored.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._stored[name].whole()
-        return tensor
+        return self._stored[name].whole()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)

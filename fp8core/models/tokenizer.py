@@ -3,7 +3,7 @@
 Prompts must not depend on the day that a run is replayed, so `strftime_now` gives templates a fixed date."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +18,6 @@ from fp8core.user_files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-PiecesOf = Callable[[str], list[str]]
-"""Cuts a text."""
 
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _READING = ("is_local", "local_files_only")
@@ -57,12 +54,9 @@ class Tokenizer:
             raise UserError(f"{where}: no token ends a sequence; set eos_token in {_CONFIG}")
         self.end_id: int = eos_id if eos_id is not None else min(self.eos_ids)
         self.pad_id: int = pad_id if pad_id is not None else min(self.eos_ids)
-        self._ids = frozenset(self._backend.get_vocab().values())
-        self.vocab_size = max(self._ids, default=0) + 1
+        self.vocab_size = max(self._backend.get_vocab().values(), default=0) + 1
         added = self._backend.get_added_tokens_decoder()
         self._control = {i for i, token in added.items() if token.content.strip()}
-        # Marks of turns. An assistant writes tokens of thoughts and calls itself.
-        self._turns = self._control & (self.eos_ids | {i for i, token in added.items() if token.special})
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -90,14 +84,9 @@ class Tokenizer:
             raise UserError(f"{path}: not a tokenizer: {first_line(error)}") from error
         return cls(fast, _configured_eos(folder), str(folder), _sampling_defaults(folder / "generation_config.json"))
 
-    def difference(self, other: "Tokenizer") -> str | None:
-        """The first token that has another id in `other`, or is in one of them alone; None for one vocabulary."""
-        ours, theirs = self._backend.get_vocab(), other._backend.get_vocab()
-        for token in sorted(ours.keys() | theirs.keys(), key=lambda token: (ours | theirs)[token]):
-            if ours.get(token) != theirs.get(token):
-                here, there = (found.get(token, "not in the vocabulary") for found in (ours, theirs))
-                return f"token {token!r} is {here} here and {there} there"
-        return None
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        return self._backend.get_vocab()
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids; special tokens written out in the text are recognised.
@@ -121,34 +110,18 @@ class Tokenizer:
             raise ValueError(str(error)) from error
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text, with special tokens or without; an id that has no token is shown as `<|id N|>`."""
-        texts, begin = list[str](), 0
-        for place in [*self.without_token(ids), len(ids)]:
-            texts.append(str(self._backend.decode(list(ids[begin:place]), skip_special_tokens=not special)))
-            texts += [f"<|id {i}|>" for i in ids[place : place + 1]]
-            begin = place + 1
-        return "".join(texts)
-
-    def without_token(self, ids: Sequence[int]) -> list[int]:
-        """Places of ids that have no token: a model's embeddings may be more than its tokens."""
-        return [place for place, i in enumerate(ids) if i not in self._ids]
+        """Text, with special tokens or without; ids without a token, of padded embeddings, are left out."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=not special))
 
     def plain_pieces(self, text: str) -> list[str]:
         """The text cut inside whatever `encode` would take for a control token: each piece encodes as plain text.
         Raises ValueError: a control token of one character, which cannot be cut, or text that has no bytes."""
-        return self._cut(text, self._control)
-
-    def assistant_pieces(self, text: str) -> list[str]:
-        """As `plain_pieces` for an assistant's message, where tokens that are not special stand: `<think>`."""
-        return self._cut(text, self._turns)
-
-    def _cut(self, text: str, control: Set[int]) -> list[str]:
         pieces, rest = list[str](), [text]
         while rest:
             part = rest.pop()
             part.encode()
             encoding = self._backend.encode(part, add_special_tokens=False)
-            found = [span for i, span in zip(encoding.ids, encoding.offsets, strict=True) if i in control]
+            found = [span for i, span in zip(encoding.ids, encoding.offsets, strict=True) if i in self._control]
             if not found:
                 pieces.append(part)
                 continue
@@ -157,12 +130,6 @@ class Tokenizer:
             cuts = [0, *(start + 1 for start, _ in found), len(part)]
             rest += [part[start:end] for start, end in pairwise(cuts)][::-1]
         return pieces
-
-    @property
-    def may_lack_characters(self) -> bool:
-        """True if `encode` may refuse a text: there is a token for what is unknown, and bytes have none."""
-        model = self._backend.model
-        return getattr(model, "unk_token", None) is not None and not getattr(model, "byte_fallback", False)
 
     @property
     def has_template(self) -> bool:

@@ -61,7 +61,6 @@ class TokenBatch:
         return self.tokens.shape[0]
 
     def slices(self, size: int) -> Iterator[tuple[slice, "TokenBatch"]]:
-        """Micro-batches of at most `size` rows, trimmed to their longest row."""
         for start in range(0, len(self), size):
             rows = slice(start, min(start + size, len(self)))
             length = int(self.valid[rows].sum(-1).max())
@@ -139,7 +138,6 @@ def _pad_experts(rows: Sequence[Tensor], length: int) -> Tensor:
 
 
 def pad(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype, value: float) -> Tensor:
-    """Right-pad ragged rows to [B, longest]."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)[:, None]
     out = torch.full((len(rows), max((len(row) for row in rows), default=0)), value, dtype=dtype)
     # In one piece: a tensor for each of hundreds of rows takes longer than the update of a small model.

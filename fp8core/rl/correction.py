@@ -52,7 +52,6 @@ _LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def raw_weights(weighting: WeightingConfig, d: Tensor, mask: Tensor) -> Tensor:
-    """Weights of log-ratios before the action."""
     return torch.where(mask, clamp_exponent(_LEVELS[weighting.level](d, mask)).exp(), 0.0)
 
 
@@ -72,7 +71,7 @@ def passes(test: FilterConfig, d: Tensor, mask: Tensor) -> Tensor:
     """Unmasked tokens that pass a filter; a row's test decides for all of its tokens.
 
     A filter bounds a statistic of a divergence, of a token or of a row's tokens. For k1 its bounds are on
-    rho = p_training / p_rollout, as papers state it: exp(-k1) of a token, or its product or geometric mean over the
+    rho = p_training / p_rollout, as in papers. That is exp(-k1) of a token, or its product or geometric mean over the
     row. verl tests 1/rho instead (pull request 6377). For k2 and k3 `high` bounds the statistic.
     """
     level, divergence = test.name.rsplit("_", 1)

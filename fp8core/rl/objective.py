@@ -112,7 +112,6 @@ class Objective:
         return (batch, {}) if batch.old_logprobs is None else self._apply_correction(batch.old_logprobs, batch)
 
     def _apply_correction(self, training: Tensor, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
-        """Rows corrected for the ratio of the policy with log-probs `training` to the one that sampled."""
         correction = correct(self._rule, training, batch.rollout_logprobs, batch.mask)
         weights = correction.weights if self._weighted else correction.mask.to(correction.weights.dtype)
         keep = batch.keep & correction.keep
@@ -171,7 +170,6 @@ class Objective:
         )
 
     def _bonus(self, entropy: Tensor | None, mask: Tensor, denominator: Denominator) -> Tensor | float:
-        """The weighted entropy, aggregated like the policy loss (verl/workers/actor/dp_actor.py)."""
         if self._entropy_weight == 0:
             return 0.0
         assert entropy is not None, "loss.entropy needs the entropy of each token"
@@ -228,7 +226,6 @@ def _applied_advantages(batch: RolloutBatch, distillation: DistillationConfig) -
 
 
 def _towards_teacher(batch: RolloutBatch) -> Tensor:
-    """FP64 [B, C], log teacher - log old at unmasked tokens; zeros without a teacher."""
     if batch.teacher_logprobs is None:
         return torch.zeros(batch.mask.shape, dtype=torch.float64)
     assert batch.old_logprobs is not None, "old log-probs are given, or those of the call"

@@ -77,7 +77,7 @@ PRESETS: dict[str, CorrectionConfig] = {
 
 
 def correction_rule(config: CorrectionConfig) -> CorrectionConfig:
-    """What a configuration asks for, in the terms of `method: custom`. Raises UserError: an unknown preset."""
+    """Any configured correction as one of `method: custom`. Raises UserError: an unknown preset."""
     match config.method:
         case "none":
             return PRESETS["none"]

@@ -16,7 +16,7 @@ from fp8core.data.prompt import encode_prompt
 from fp8core.data.source import build_source
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
-from fp8core.models.checkpoint import load_checkpoint
+from fp8core.models.checkpoint import find_checkpoint
 from fp8core.models.weights import Formats, Shipped, reference_formats, rollout_formats
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
@@ -72,12 +72,12 @@ def run_subject(config: RunConfig, folder: Path, prompts: int) -> Subject:
     if not kept:
         raise UserError(f"{folder}: the run has no checkpoint yet (checkpoint.every={config.checkpoint.every})")
     last = max(kept, key=lambda entry: entry.step)
-    policy = load_checkpoint(folder / last.uri / POLICY)
+    policy = find_checkpoint(folder / last.uri / POLICY)
     refs = [ref for task in ledger.tasks(last.step).values() for ref in task.outputs.values()]
     rollouts = store.get_table(next(ref for ref in refs if ref.kind == "rollouts")).to_pylist()
     found = [store.get_json(ref) for ref in refs if ref.kind == "scales"]
     sequences = sequences_of([row for row in rollouts if row["group"] < prompts])
-    with closing(build_local_trainer(_alone(config), policy.architecture, policy.tensors)) as trainer:
+    with closing(build_local_trainer(_alone(config), policy.architecture, dict(policy.source()))) as trainer:
         # Adapters are merged in the policy already; other masters are wider than it.
         if config.training.lora is None:
             trainer.load(folder / last.uri)

@@ -18,13 +18,13 @@ from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import UserError, refuse
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import (
+    Checkpoint,
     InitialWeights,
-    StoredCheckpoint,
     architecture_from_config,
     find_checkpoint,
 )
 from fp8core.models.hub import resolve_model
-from fp8core.models.tensor_source import TensorSource
+from fp8core.models.safetensors_files import TensorSource
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.processes.host import Limits
 from fp8core.rollout.engine import RolloutEngine
@@ -72,7 +72,7 @@ class BaseModel:
 
     arch: Architecture
     tokenizer: Tokenizer
-    checkpoint: StoredCheckpoint | None
+    checkpoint: Checkpoint | None
     revision: str | None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -84,7 +84,8 @@ def build_base(config: RunConfig) -> BaseModel:
         initial = InitialWeights(base.arch, config.seed)
         return replace(base, tensors=initial if config.cluster.used else dict(initial))
     # This process holds no weights where ranks do.
-    return replace(base, tensors=base.checkpoint.source() if config.cluster.used else base.checkpoint.load().tensors)
+    source = base.checkpoint.source()
+    return replace(base, tensors=source if config.cluster.used else dict(source))
 
 
 def find_base(config: RunConfig) -> BaseModel:
@@ -150,11 +151,11 @@ def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | N
     """The teacher of `loss.distillation`, in BF16 or FP32. Raises UserError: as `find_teacher`; or weights are
     broken."""
     teacher, scoring = find_teacher(config, tokenizer), teacher_config(config)
-    tensors = teacher.load().tensors if cluster is None else teacher.source()
+    tensors = dict(teacher.source()) if cluster is None else teacher.source()
     return build_trainer(scoring, teacher.architecture, tensors, cluster)
 
 
-def find_teacher(config: RunConfig, tokenizer: Tokenizer) -> StoredCheckpoint:
+def find_teacher(config: RunConfig, tokenizer: Tokenizer) -> Checkpoint:
     """The teacher without its weights. Raises UserError: it is missing or broken, or has another vocabulary."""
     settings, scoring = config.loss.distillation, teacher_config(config)
     assert settings.teacher is not None, "the pipeline was checked"
@@ -171,9 +172,8 @@ def find_teacher(config: RunConfig, tokenizer: Tokenizer) -> StoredCheckpoint:
         refuse(trainer_of(scoring.training).check_model(scoring, found.architecture))
     except UserError as error:
         raise UserError(f"{named}: {error}") from error
-    difference = tokenizer.difference(found.tokenizer)
-    if difference is not None:
-        raise UserError(f"{named}: it has another vocabulary than the model: {difference}")
+    if tokenizer.vocabulary != found.tokenizer.vocabulary:
+        raise UserError(f"{named}: it has another vocabulary than the model")
     return found
 
 

@@ -54,8 +54,6 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
 
 
 def _notes(config: RunConfig, base: BaseModel) -> Iterator[str]:
-    if base.checkpoint is not None and (dequantised := len(base.checkpoint.codes)):
-        yield f"model={config.model}: {dequantised} weights in block FP8 are read as BF16"
     if (lora := config.training.lora) is not None:
         yield frozen_line(base.arch, lora)
     if (warning := uncorrected_lag(config)) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from fp8core.alignment.bounds import beyond, stop_bounds
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import StoredFileError
-from fp8core.models.tensor_source import OTHER_START, TensorSource
+from fp8core.models.safetensors_files import TensorSource
 from fp8core.models.weights import Shipped
 from fp8core.rl.alignment_metrics import EXPONENT_BOUND
 from fp8core.rl.batch import TokenBatch
@@ -43,7 +43,8 @@ def initial_trainer(run: RunContext) -> Trainer:
         trainer.close()
         raise StoredFileError(
             f"policy 0 has weights {policy['weights_digest']}, but the ranks start from {trainer.start_digest}: "
-            f"{OTHER_START}"
+            "a node sees other files, or its processor draws other values than the one that the run began on "
+            "(ATEN_CPU_CAPABILITY=default in the environment of all processes makes those of a new run equal)"
         )
     return trainer
 

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from fp8core.config.run import RunConfig
 from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.prompt import Problem, PromptSource, longest_prompt, prompt_text, refuse_length
-from fp8core.data.source import CheckedSource, build_source, check_problems, check_turns
+from fp8core.data.source import CheckedSource, build_source, check_problems
 from fp8core.environments.chat import ObservationError, Talk
 from fp8core.environments.protocol import Action, Outcome, Turn
 from fp8core.errors import InvalidReply, UserError
@@ -70,9 +70,7 @@ def check_data(config: RunConfig, base: BaseModel, source: PromptSource, verifie
     check_template_arguments(config, base.tokenizer)
     if config.loss.distillation.teacher is not None:
         refuse_small_teacher(config, base.arch, find_teacher(config, base.tokenizer).architecture)
-    checked = check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
-    check_turns(checked.source, config, base.tokenizer)
-    return checked
+    return check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
 
 
 def check_stop_strings(config: RunConfig, tokenizer: Tokenizer) -> None:

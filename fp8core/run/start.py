@@ -20,14 +20,13 @@ from fp8core.config.derived import sft_training
 from fp8core.config.run import WarmStartConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.data.demonstrations import (
-    Draw,
     TokenisedDemonstration,
-    chain_batches,
+    chain_demonstrations,
     demonstrated,
     digest_of_rows,
-    own_batches,
     own_demonstrations,
 )
+from fp8core.data.source import in_epochs
 from fp8core.errors import StoredFileError, UserError, first_line
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.decoder import Decoder
@@ -187,10 +186,10 @@ def _warm_start_key(run: RunContext, rows: Sequence[TokenisedDemonstration] | No
 def _train(
     run: RunContext, config: WarmStartConfig, rows: Sequence[TokenisedDemonstration] | None, store: ArtifactStore
 ) -> Ref:
-    if rows is None:
-        demonstrations = chain_batches(run.config, config, run.source, run.tokenizer)
-    else:
-        demonstrations = own_batches(run.config, config, rows)
+    def batch(step: int) -> Sequence[TokenisedDemonstration]:
+        if rows is None:
+            return chain_demonstrations(step, run.config, config, run.source, run.tokenizer)
+        return in_epochs(rows, step, config.batch_size, run.config.seed, "demonstrations")
 
     def progress(step: int, loss: float) -> None:
         tell_progress(step + 1, config.steps)
@@ -199,7 +198,7 @@ def _train(
 
     trainer = build_sft_trainer(run.config, run.arch, run.base, run.cluster)
     with closing(trainer or ReferenceSftTrainer(run.arch, run.base)) as learning:
-        train_on_demonstrations(learning, config, demonstrations, progress)
+        train_on_demonstrations(learning, config, batch, progress)
         return learning.store_weights(store)
 
 
@@ -208,7 +207,10 @@ _BETAS = (0.9, 0.95)
 
 
 def train_on_demonstrations(
-    trainer: SftTrainer, config: WarmStartConfig, batch: Draw, progress: Callable[[int, float], None]
+    trainer: SftTrainer,
+    config: WarmStartConfig,
+    batch: Callable[[int], Sequence[TokenisedDemonstration]],
+    progress: Callable[[int, float], None],
 ) -> None:
     """Train with a cosine schedule; `progress` hears each step's index and mean cross-entropy (nats a token)."""
     for step in range(config.steps):

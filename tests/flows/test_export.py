@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from flows.cli import main
-from fp8core.models.checkpoint import load_checkpoint
+from fp8core.models.checkpoint import find_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.quantised_checkpoint import plan_quantisation, write_checkpoint
+from fp8core.models.quantised_checkpoint import write_quantised
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.recipe import POW2
 
@@ -42,9 +42,9 @@ def wide(loop_run):
 @torch.no_grad()
 def our_logits(folder, tokens):
     """What our decoder computes in FP32 from the weights of a folder."""
-    stored = load_checkpoint(folder)
+    stored = find_checkpoint(folder)
     decoder = Decoder(stored.architecture, reference_formats(stored.architecture.num_layers))
-    masters = {name: tensor.float() for name, tensor in stored.tensors.items()}
+    masters = {name: tensor.float() for name, tensor in stored.source().items()}
     weights = load_policy(stored.architecture, stored_weights(masters, decoder.formats.stored_names(), POW2.weights))
     context = FullContext.of(torch.ones(tokens.shape, dtype=torch.bool))
     hidden = decoder.hidden(weights, tokens, torch.arange(tokens.shape[1])[None], context, ())
@@ -84,12 +84,12 @@ def test_a_checkpoint_is_copied_and_loads_in_transformers(whole_run, export, tmp
     torch.testing.assert_close(logits, our_logits(tmp_path / "bf16", tokens), rtol=0, atol=1e-4)
 
 
-def test_block_fp8_is_what_quantise_writes_and_others_read(wide, export, tmp_path):
+def test_block_fp8_is_what_the_library_writes_and_others_read(wide, export, tmp_path):
     code, printed, _ = export(wide.folder, tmp_path / "fp8", "--step", 1, "--format", "fp8")
     assert code == 0
     assert printed.startswith(f"{tmp_path / 'fp8'}: the policy after step 1 of wide in fp8\n")
     policy = wide.folder / "checkpoints" / "00001" / "policy"
-    write_checkpoint(plan_quantisation(policy, POW2.weights), tmp_path / "same", lambda *_: None)
+    write_quantised(policy, tmp_path / "same", POW2.weights)
     for path in (tmp_path / "same").iterdir():
         assert (tmp_path / "fp8" / path.name).read_bytes() == path.read_bytes()
     assert origin(tmp_path / "fp8")["format"] == "fp8"

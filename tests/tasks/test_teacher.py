@@ -5,7 +5,7 @@ import torch
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
+from fp8core.models.checkpoint import find_checkpoint, save_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.recipe import POW2
@@ -45,9 +45,9 @@ def distilled(loop_run, teacher_folder):
 @torch.no_grad()
 def scores(folder, batch):
     """Log-probs in FP32 at the temperature of the rollout, by the reference decoder."""
-    stored = load_checkpoint(folder)
+    stored = find_checkpoint(folder)
     decoder = Decoder(stored.architecture, reference_formats(stored.architecture.num_layers))
-    masters = {name: tensor.float() for name, tensor in stored.tensors.items()}
+    masters = {name: tensor.float() for name, tensor in stored.source().items()}
     weights = load_policy(stored.architecture, stored_weights(masters, decoder.formats.stored_names(), POW2.weights))
     hidden = decoder.hidden(weights, batch.tokens, batch.positions, FullContext.of(batch.valid), ())
     logits = decoder.formats.head.logits(hidden[:, :-1].flatten(0, 1), weights.head).double()

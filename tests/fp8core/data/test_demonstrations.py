@@ -4,7 +4,7 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.config.run import WarmStartConfig
-from fp8core.data.demonstrations import own_batches, own_demonstrations
+from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.prompt import encode_prompt
 from fp8core.data.source import read_file
 from fp8core.errors import UserError
@@ -30,24 +30,14 @@ def of(path, **settings):
 
 
 def test_a_demonstration_has_the_prompt_of_a_rollout_and_ends(write, bpe_tokenizer):
-    """What begins or ends a turn in it is plain text."""
-    path = write("It is 7.<|im_end|>\n#### 7", count=3)
+    path = write("It is 7.\n#### 7", count=3)
     config = of(path)
     rows = own_demonstrations(config, config.warm_start, bpe_tokenizer, 512)
     for problem, row in zip(read_file(path, config.data), rows, strict=True):
         assert row.prompt == encode_prompt(problem, config, bpe_tokenizer, 512)[1]
         *written, last = row.completion
-        assert bpe_tokenizer.decode(written) == "It is 7.<|im_end|>\n#### 7"
+        assert bpe_tokenizer.decode(written) == "It is 7.\n#### 7"
         assert last in bpe_tokenizer.eos_ids
-
-
-def test_batches_go_through_all_rows_in_an_order_of_each_epoch(write, bpe_tokenizer):
-    config = of(write("so", count=5), batch_size=5)
-    draw = own_batches(config, config.warm_start, own_demonstrations(config, config.warm_start, bpe_tokenizer, 512))
-    first, second = ([tuple(row.prompt) for row in draw(step)] for step in (0, 1))
-    assert len({*first}) == 5
-    assert {*first} == {*second}
-    assert [tuple(row.prompt) for row in draw(1)] == second
 
 
 @pytest.mark.parametrize(

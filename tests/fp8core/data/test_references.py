@@ -1,4 +1,4 @@
-"""References that the verifier cannot read are counted, refused or left out, and checked once."""
+"""References that the verifier cannot read are counted, and refused or left out."""
 
 import json
 from contextlib import closing
@@ -9,8 +9,8 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
-from fp8core.data import references
 from fp8core.data.prompt import Problem, is_heldout
+from fp8core.data.references import readable
 from fp8core.data.source import CheckedSource, build_source, check_problems
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ def test_skip_that_leaves_nothing_is_refused(tmp_path: Path, bpe_tokenizer: Toke
 
 @dataclass(frozen=True)
 class Counting(InProcess):
-    """The integer verifier under the name of one whose references take long, with what it was asked."""
+    """The integer verifier, with what it was asked."""
 
     asked: list[str] = field(default_factory=list)
 
@@ -75,37 +75,9 @@ class Counting(InProcess):
         return super().faults(references)
 
 
-@pytest.fixture
-def problems() -> list[Problem]:
-    return [Problem(f"{n}", f"Q{n}?", "none" if n == 7 else f"#### {n % 20}", f"rows:{n}") for n in range(40)]
-
-
-def test_each_reference_is_checked_once(tmp_path: Path, problems: list[Problem]) -> None:
-    config = config_of(tmp_path / "rows.jsonl", **{"reward.verifier": "math-verify", "data.unreadable": "skip"})
+def test_equal_references_are_checked_once(tmp_path: Path) -> None:
+    problems = [Problem(f"{n}", f"Q{n}?", "none" if n == 7 else f"#### {n % 20}", f"rows:{n}") for n in range(40)]
     verifier = Counting("integer", IntegerVerifier())
-    found = references.readable(problems, config, verifier)
+    found = readable(problems, config_of(tmp_path / "rows.jsonl", **{"data.unreadable": "skip"}), verifier)
     assert [row.problem.place for row in found.left_out] == ["rows:7"]
-    assert len(verifier.asked) == 21, "equal ones are one"
-    again = Counting("integer", IntegerVerifier())
-    assert references.readable(problems, config, again) == found
-    references.readable([*problems, Problem("new", "New?", "#### 99")], config, again)
-    assert again.asked == ["none", "none", "#### 99"], "a fault is looked at again"
-
-
-@pytest.mark.parametrize("change", ["verifier", "settings", "damaged"])
-def test_another_verifier_or_a_damaged_memory_is_checked_again(
-    tmp_path: Path, problems: list[Problem], change: str
-) -> None:
-    settings = {"reward.verifier": "math-verify", "data.unreadable": "skip"}
-    config = config_of(tmp_path / "rows.jsonl", **settings)
-    found = references.readable(problems, config, Counting("integer", IntegerVerifier()))
-    (memory,) = (tmp_path / "runs" / "checked_references").iterdir()
-    if change == "damaged":
-        memory.write_bytes(memory.read_bytes()[:-9])
-    elif change == "settings":
-        config = config_of(tmp_path / "rows.jsonl", **settings, **{"reward.timeout_seconds": 9})
-    again = Counting("integer 2" if change == "verifier" else "integer", IntegerVerifier())
-    assert [row.problem for row in references.readable(problems, config, again).left_out] == [
-        row.problem for row in found.left_out
-    ]
-    assert len(again.asked) == 21
+    assert len(verifier.asked) == 21

@@ -1,8 +1,6 @@
 """Rows of other layouts than GSM8K's: parquet files, answers that are numbers, fields within fields, messages."""
 
 import json
-from contextlib import nullcontext
-from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +9,7 @@ import pytest
 
 from fp8core.config.data import DataConfig
 from fp8core.config.load import load_config
-from fp8core.data.prompt import encode_prompt, problem, refuse_unread_turns
+from fp8core.data.prompt import encode_prompt, problem
 from fp8core.data.source import problem_from_row, read_file
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
@@ -57,9 +55,9 @@ def test_rows_of_verl(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("reward_model.truth", "no field 'reward_model.truth' (field 'reward_model' has: 'ground_truth', 'style')"),
-        ("ability.truth", "no field 'ability.truth' (field 'ability' is text)"),
-        ("reward.truth", "no field 'reward.truth' (the row has: 'ability', 'data_source', 'extra_info', "),
+        ("reward_model.truth", "no field 'reward_model.truth' (there is 'ground_truth', 'style')"),
+        ("ability.truth", "no field 'ability.truth' (there is text)"),
+        ("reward.truth", "no field 'reward.truth' (there is 'ability', 'data_source', 'extra_info', "),
     ],
 )
 def test_a_field_that_is_not_there_is_named_with_those_that_are(tmp_path: Path, field: str, message: str) -> None:
@@ -79,10 +77,8 @@ def test_an_answer_that_is_a_number_is_its_text_in_json(tmp_path: Path, text: st
     ]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(42, "42"), (3.5, "3.5"), (42.0, "42.0"), (1e-5, "0.00001"), (Decimal("3.10"), "3.10")]
-)
-def test_an_answer_that_is_a_number_in_parquet(tmp_path: Path, value: float | Decimal, text: str) -> None:
+@pytest.mark.parametrize(("value", "text"), [(42, "42"), (3.5, "3.5"), (42.0, "42.0"), (1e-5, "0.00001")])
+def test_an_answer_that_is_a_number_in_parquet(tmp_path: Path, value: float, text: str) -> None:
     path = stored(tmp_path / "rows.parquet", [{"question": "q", "answer": value}])
     assert read_file(path, DataConfig()) == [problem("q", text)]
 
@@ -93,8 +89,8 @@ def test_an_answer_that_is_a_number_in_parquet(tmp_path: Path, value: float | De
         ([{"question": "q", "answer": "1"}, {"question": None, "answer": "1"}], ", row 1: field 'question' is null"),
         ([{"question": "q", "answer": float("nan")}], ", row 0: field 'answer' is nan, which is no number"),
         ([], ": the file has no rows"),
-        (b"PAR1 and no more", ": damaged parquet data"),
-        (None, ": no such file"),
+        (b"PAR1 and no more", ": cannot be read ("),
+        (None, ": cannot be read ("),
     ],
 )
 def test_a_bad_parquet_file_is_refused_in_a_line(tmp_path: Path, content: object, message: str) -> None:
@@ -139,7 +135,6 @@ def test_turns_are_rendered_by_the_chat_template_and_the_template_goes_around_th
         ({"messages": "How many?"}, "here: field 'messages' is no list of messages"),
         ({"messages": TURNS[:3]}, "here: the last message of 'messages' is the assistant's, not the user's"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "here: message 1 of 'messages': expected an object whose"),
-        ({"messages": [{**TURNS[0], "name": "me"}]}, "here: message 1 of 'messages': only `role` and `content` are"),
         ({"tests": float("nan")}, "here: data.columns=unit, tests: a value is not JSON"),
     ],
 )
@@ -147,24 +142,6 @@ def test_what_is_no_conversation_is_refused_with_its_place(change, problem):
     with pytest.raises(UserError) as refused:
         problem_from_row({**TURNS_ROW, **change}, MESSAGES, "here")
     assert str(refused.value).startswith(problem)
-
-
-@pytest.mark.parametrize(
-    ("template", "left_out"),
-    [
-        ("{% for message in messages %}{{ message.content | trim }}{% endfor %}", None),
-        ("{{ messages[-1].content }}", "message 1, the system's"),
-        ("{% for message in messages[:3] %}{{ message.content }}{% endfor %}", "message 4, the user's"),
-    ],
-)
-def test_a_chat_template_that_leaves_a_turn_out_is_refused_with_a_row_that_has_it(
-    bpe_tokenizer, tmp_path, template, left_out
-):
-    bpe_tokenizer.save(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    config = load_config("gsm8k", {"model": "any", "data.messages_field": "messages"})
-    with nullcontext() if left_out is None else pytest.raises(UserError, match=f"^here: .* leaves out {left_out}"):
-        refuse_unread_turns(problem_from_row(TURNS_ROW, MESSAGES, "here"), config, Tokenizer.load(tmp_path))
 
 
 def test_turns_need_a_chat_template(bpe_tokenizer, tmp_path):

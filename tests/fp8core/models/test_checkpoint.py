@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8core.errors import UserError
 from fp8core.models.architecture import parameter_shapes
-from fp8core.models.checkpoint import InitialWeights, initial_weights, load_checkpoint, save_checkpoint
+from fp8core.models.checkpoint import InitialWeights, find_checkpoint, initial_weights, save_checkpoint
 from fp8core.models.hub import ResolvedModel, resolve_model
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -41,24 +41,24 @@ def rewrite_json(path: Path, **changes: object) -> None:
 
 def refusal(folder: Path) -> str:
     with pytest.raises(UserError) as refused:
-        load_checkpoint(folder)
+        find_checkpoint(folder).source()
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
 def test_what_transformers_saved_is_read(transformers_checkpoint):
-    checkpoint = load_checkpoint(transformers_checkpoint.folder)
+    checkpoint = find_checkpoint(transformers_checkpoint.folder)
     state = transformers_checkpoint.unfused(transformers_checkpoint.model.state_dict())
     assert (len(list(transformers_checkpoint.folder.glob("*.safetensors"))) > 1) == transformers_checkpoint.sharded
-    assert list(checkpoint.tensors) == list(parameter_shapes(checkpoint.architecture))
-    for name, tensor in checkpoint.tensors.items():
+    assert list(checkpoint.source()) == list(parameter_shapes(checkpoint.architecture))
+    for name, tensor in checkpoint.source().items():
         assert torch.equal(tensor, state[name]), name
-    assert set(state) - set(checkpoint.tensors) <= {"lm_head.weight"}
+    assert set(state) - set(checkpoint.source()) <= {"lm_head.weight"}
 
 
 def test_transformers_computes_the_same_from_what_is_saved(transformers_checkpoint, tmp_path):
-    checkpoint, folder = load_checkpoint(transformers_checkpoint.folder), tmp_path / "saved"
-    save_checkpoint(folder, checkpoint.architecture, checkpoint.tensors, checkpoint.tokenizer, dtype=torch.float32)
+    checkpoint, folder = find_checkpoint(transformers_checkpoint.folder), tmp_path / "saved"
+    save_checkpoint(folder, checkpoint.architecture, checkpoint.source(), checkpoint.tokenizer, dtype=torch.float32)
     reloaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -69,8 +69,8 @@ def test_transformers_computes_the_same_from_what_is_saved(transformers_checkpoi
 
 
 def test_saving_what_was_loaded_gives_equal_bytes(small_checkpoint, tmp_path):
-    checkpoint = load_checkpoint(small_checkpoint)
-    save_checkpoint(tmp_path / "again", checkpoint.architecture, checkpoint.tensors, checkpoint.tokenizer)
+    checkpoint = find_checkpoint(small_checkpoint)
+    save_checkpoint(tmp_path / "again", checkpoint.architecture, checkpoint.source(), checkpoint.tokenizer)
     first = {path.name: path.read_bytes() for path in small_checkpoint.iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == first
     assert sorted(first) == [
@@ -84,14 +84,14 @@ def test_saving_what_was_loaded_gives_equal_bytes(small_checkpoint, tmp_path):
 
 
 def test_an_interrupted_save_leaves_nothing_and_is_repeated(small_checkpoint, tmp_path):
-    checkpoint = load_checkpoint(small_checkpoint)
+    checkpoint = find_checkpoint(small_checkpoint)
     leftover = tmp_path / ".saved.partial"
     leftover.mkdir()
     (leftover / "model.safetensors").write_bytes(b"torn")
     (leftover / "stray").write_bytes(b"")
-    save_checkpoint(tmp_path / "saved", checkpoint.architecture, checkpoint.tensors, checkpoint.tokenizer)
+    save_checkpoint(tmp_path / "saved", checkpoint.architecture, checkpoint.source(), checkpoint.tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    assert load_checkpoint(tmp_path / "saved").architecture == checkpoint.architecture
+    assert find_checkpoint(tmp_path / "saved").architecture == checkpoint.architecture
     assert not (tmp_path / "saved" / "stray").exists()
 
 
@@ -118,8 +118,8 @@ def test_a_tied_head_is_accepted_when_it_equals_the_embedding(broken):
     assert "tensor lm_head.weight: expected the values of model.embed_tokens.weight" in refusal(broken)
     embedding = load_file(broken / "model.safetensors")["model.embed_tokens.weight"]
     rewrite_weights(broken, **{"lm_head.weight": embedding.clone()})
-    checkpoint = load_checkpoint(broken)
-    assert "lm_head.weight" not in checkpoint.tensors
+    checkpoint = find_checkpoint(broken)
+    assert "lm_head.weight" not in checkpoint.source()
     assert checkpoint.architecture.tie_embeddings
 
 
@@ -190,7 +190,7 @@ def test_a_folder_is_used_as_it_is(small_checkpoint):
 def test_without_network_the_cache_is_used_or_the_line_says_what_to_run(resolve, cached):
     found = resolve(*((f"someone/{name}", revision) for name in ("tiny", "absent") for revision in (None, COMMIT)))
     assert found[:2] == [f"{cached} {COMMIT}"] * 2
-    assert load_checkpoint(cached).architecture.family == "qwen3"
+    assert find_checkpoint(cached).architecture.family == "qwen3"
     for line, at in zip(found[2:], ("", f" --revision {COMMIT}"), strict=True):
         assert line.startswith("UserError: model=someone/absent: not in the cache, and the hub did not answer (")
         assert f"run `hf download someone/absent{at} --local-dir FOLDER`, then pass `--set model=FOLDER`" in line

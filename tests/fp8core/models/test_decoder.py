@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.models.checkpoint import load_checkpoint
+from fp8core.models.checkpoint import find_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, reference_formats, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import LayerScales
@@ -64,13 +64,13 @@ def test_padding_on_either_side_changes_nothing(hidden_of, contract):
 
 def test_gradients_equal_those_of_transformers(transformers_checkpoint):
     """The norms, SwiGLU, the linears and the head each have a backward of their own."""
-    checkpoint, model = load_checkpoint(transformers_checkpoint.folder), transformers_checkpoint.model
+    checkpoint, model = find_checkpoint(transformers_checkpoint.folder), transformers_checkpoint.model
     arch = checkpoint.architecture
     prompts, completions = [[5, 6, 7], [8], [9, 10, 11, 12]], [[13, 14], [15, 16, 17, 18, 19], [20]]
     batch = TokenBatch.of(prompts, completions)
     written, weights = batch.completion[:, 1:], torch.linspace(-1, 2, 8)
 
-    masters = {name: tensor.float().requires_grad_() for name, tensor in checkpoint.tensors.items()}
+    masters = {name: tensor.float().requires_grad_() for name, tensor in checkpoint.source().items()}
     decoder = Decoder(arch, reference_formats(arch.num_layers))
     policy = load_policy(
         arch, stored_weights(masters, decoder.formats.stored_names(), decoder.formats.recipe.weights), masters
@@ -97,10 +97,10 @@ LENGTHS = (40, 1, 23, 16)
 
 
 def our_logits(folder, tokens: Tensor, valid: Tensor, positions: Tensor) -> Tensor:
-    checkpoint = load_checkpoint(folder)
+    checkpoint = find_checkpoint(folder)
     arch = checkpoint.architecture
     decoder = Decoder(arch, reference_formats(arch.num_layers))
-    masters = {name: tensor.float() for name, tensor in checkpoint.tensors.items()}
+    masters = {name: tensor.float() for name, tensor in checkpoint.source().items()}
     weights = load_policy(arch, stored_weights(masters, decoder.formats.stored_names(), decoder.formats.recipe.weights))
     hidden = decoder.hidden(weights, tokens, positions, FullContext.of(valid), scales=())
     return decoder.formats.head.logits(hidden.flatten(0, 1), weights.head).view(*tokens.shape, -1)

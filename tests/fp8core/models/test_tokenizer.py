@@ -43,12 +43,12 @@ def test_bpe_agrees_with_transformers(folder, text):
     assert (ours.eos_ids, ours.pad_id) == ({theirs.eos_token_id}, theirs.pad_token_id)
 
 
-def test_decoding_leaves_out_special_tokens_and_shows_ids_that_have_none(bpe_tokenizer):
+def test_decoding_leaves_out_special_tokens_and_ids_that_have_none(bpe_tokenizer):
     """A model's embeddings may be more than the tokens that there are."""
     ids = bpe_tokenizer.encode("Tom<|im_end|>")
     assert ids[-1] in bpe_tokenizer.eos_ids
     beyond = bpe_tokenizer.vocab_size + 7
-    assert bpe_tokenizer.decode([*ids, bpe_tokenizer.pad_id, beyond, beyond, *ids]) == f"Tom{f'<|id {beyond}|>' * 2}Tom"
+    assert bpe_tokenizer.decode([*ids, bpe_tokenizer.pad_id, beyond, beyond, *ids]) == "TomTom"
 
 
 def test_ends_are_those_of_the_tokenizer_and_the_generation_config(folder):

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
+from fp8core.models.checkpoint import find_checkpoint, save_checkpoint
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.rl.batch import RolloutBatch, TokenBatch
@@ -60,7 +60,7 @@ def test_an_exported_policy_answers_in_transformers_as_in_the_engine(gsm8k, grou
     ours = completed(engine, groups, Sampling(0.0, 12, base.tokenizer.eos_ids))
 
     save_checkpoint(tmp_path / "export", base.arch, trainer.masters, base.tokenizer, dtype=torch.float32)
-    assert policy_digest(load_checkpoint(tmp_path / "export").tensors) == trainer.digest()
+    assert policy_digest(find_checkpoint(tmp_path / "export").source()) == trainer.digest()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     assert len({tuple(completion.tokens) for completion in ours}) == 3
     for prompt, completion in zip(prompts, ours, strict=True):
