@@ -284,8 +284,8 @@ def alignment_row(run: RunData, variant: str, command: str) -> Row:
 def step_ledger_row(run: RunData, variant: str, command: str) -> Row | None:
     """Mean seconds of a step by part, and their percentage of the whole; None without a step between two commits.
 
-    A part is a task of the pipeline without the files it stored and read. `artifacts` are all files, the step's record,
-    its commit and its checkpoint; `orchestration` is the time without any of these. Tasks that run side by side count
+    A part is a task of the pipeline with its files. `artifacts` are the step's record, its commit and its checkpoint;
+    `orchestration` is the time without any of these. Tasks that run side by side count
     in full, so that the percentages may add up to more than 100. The row's own `artifacts` split those seconds.
     """
     steps = timed_steps(run.view)
@@ -326,7 +326,7 @@ def timed_steps(view: RunView) -> list[TimedStep]:
 def step_parts(step: TimedStep) -> dict[str, float]:
     """Seconds of a step by part (`step_ledger_row`), and WALL."""
     tasks, commit = step.commit.tasks, step.commit.entry.seconds
-    parts = {name: entry.seconds - entry.storing for name, entry in tasks.items() if name != _RECORD}
+    parts = {name: entry.seconds for name, entry in tasks.items() if name != _RECORD}
     parts[ARTIFACTS] = sum(artifact_parts(step).values())
     busy = union_seconds((entry.started, entry.started + entry.seconds) for entry in tasks.values())
     # Tasks are timed by another clock than commits.
@@ -335,11 +335,9 @@ def step_parts(step: TimedStep) -> dict[str, float]:
 
 
 def artifact_parts(step: TimedStep) -> dict[str, float]:
-    """Seconds of a step's artifacts: the files of each task, the whole of its record, its commit, its checkpoint."""
-    files = {name: entry.storing for name, entry in step.commit.tasks.items()}
-    if _RECORD in files:
-        files[_RECORD] = step.commit.tasks[_RECORD].seconds
-    return files | {"commit": step.commit.entry.seconds, "checkpoint": step.checkpoint}
+    """Seconds of a step's record, its commit and its checkpoint."""
+    record = {name: entry.seconds for name, entry in step.commit.tasks.items() if name == _RECORD}
+    return record | {"commit": step.commit.entry.seconds, "checkpoint": step.checkpoint}
 
 
 def seconds_by_task(run: RunData) -> dict[str, float]:

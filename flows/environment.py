@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8core.errors import UserError, last_words
+from fp8core.errors import UserError, first_line, last_words
 from fp8core.processes.end_with_parent import TiedProcess
 from fp8core.processes.variables import set_variables
 
@@ -36,9 +36,17 @@ threading.Thread(target=lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGT
 runpy.run_module("prefect", run_name="__main__", alter_sys=True)
 """
 _NO_TELEMETRY = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-_THIS_MACHINE = ("127.0.0.1", "localhost")
 # No "Finished in state Completed()": the task's state shows it, and each log costs time in every step.
 _QUIET_TASKS = {"PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING"}
+_CLIENT_SETTINGS = {
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    **_QUIET_TASKS,
+    # One line for each event that a server which is away does not get, and two for each part of the log.
+    "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",
+    # A training that has ended would otherwise wait minutes for a server that is away.
+    "PREFECT_CLIENT_MAX_RETRIES": "3",
+    "PREFECT_API_REQUEST_TIMEOUT": "15",
+}
 
 
 def leave_working_directory_out() -> None:
@@ -51,8 +59,7 @@ def leave_working_directory_out() -> None:
 
 def disable_telemetry() -> None:
     """Prefect and MLflow tell their makers nothing about this process, unless the user has set that they may."""
-    for name, value in _NO_TELEMETRY.items():
-        os.environ.setdefault(name, value)
+    set_variables({}, _NO_TELEMETRY)
 
 
 def search_last(folder: Path) -> None:
@@ -63,25 +70,15 @@ def search_last(folder: Path) -> None:
 
 def _quiet_prefect() -> None:
     """Leave the terminal to our own lines; Prefect's log still reaches its server and its UI."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    for name, value in _QUIET_TASKS.items():
-        os.environ.setdefault(name, value)
-    # One line for each event that a server which is away does not get, and two for each part of the log.
-    os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")
     logging.raiseExceptions = False
-    # A training that has ended would otherwise wait minutes for a server that is away.
-    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "3")
-    os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "15")
+    set_variables({}, _CLIENT_SETTINGS)
 
 
 def reach_this_machine() -> None:
     """Ask no proxy for the servers of this machine, which `fp8-grpo up` and trainings start."""
     # Libraries prefer the first, so both are one list.
-    listed = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")).strip()
-    if listed != "*":
-        hosts = [host.strip() for host in listed.split(",") if host.strip()]
-        listed = ",".join([*hosts, *(host for host in _THIS_MACHINE if host not in hosts)])
-    os.environ["no_proxy"] = os.environ["NO_PROXY"] = listed
+    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, [listed, "127.0.0.1,localhost"]))
 
 
 def make_prefect_home() -> None:
@@ -105,7 +102,6 @@ def prefect_login() -> tuple[str, str]:
 
 
 def _new_login() -> str:
-    # User and password, as `curl --user` and Prefect's documentation have them.
     return f"admin:{secrets.token_urlsafe(32)}"
 
 
@@ -160,10 +156,9 @@ def bound_mlflow_requests() -> None:
 
     MLflow by itself repeats a request for minutes, and after a lost answer creates the same run twice.
     """
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    requests = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     # The console names the run's page itself, once.
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    set_variables({}, {**requests, "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"})
 
 
 def prepare_prefect(flow: str) -> None:
@@ -204,21 +199,18 @@ def _refuse_silence() -> None:
 
     with get_client(sync_client=True) as client:
         problem = client.api_healthcheck()
+        if problem is None:
+            try:
+                # Prefect's server answers any other path with a page of its UI.
+                client.read_flows(limit=1)
+            except (HTTPStatusError, ValueError) as error:
+                problem = error
         if problem is not None:
             raise UserError(
-                f"Prefect's server at {client.api_url} does not answer ({problem}): "
-                "start it with `prefect server start`, or unset PREFECT_API_URL to have one started for the run"
+                f"Prefect's server at {client.api_url} does not answer this client ({first_line(problem)}): start it "
+                "with `prefect server start`, set PREFECT_API_URL (it ends in /api) and PREFECT_API_AUTH_STRING as "
+                "`fp8-grpo up` prints them, or unset PREFECT_API_URL to have one started for the run"
             )
-        try:
-            # Prefect's server answers any other path with a page of its UI.
-            if "json" not in client.request("GET", "/health").headers.get("content-type", ""):
-                raise UserError(f"PREFECT_API_URL={client.api_url} is not the API of a Prefect server: it ends in /api")
-            client.hello()
-        except HTTPStatusError as error:
-            raise UserError(
-                f"Prefect's server at {client.api_url} refuses this client ({error.response.status_code}): "
-                "set PREFECT_API_AUTH_STRING as `fp8-grpo up` prints it, or unset PREFECT_API_URL"
-            ) from error
 
 
 def names_tracking_store() -> bool:

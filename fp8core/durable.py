@@ -1,4 +1,4 @@
-"""Files that survive a kill or a power cut: whole files, files of lines, their digests, and the time they take.
+"""Files that survive a kill or a power cut: whole files, files of lines, and their digests.
 
 `write_file` writes and fsyncs a temporary file in the target's folder, renames it over the target and fsyncs the
 folder. When it returns, the new content is durable; before that the previous content (or none) is.
@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -196,30 +195,3 @@ def folder_digest(folder: Path, report: Report | None = None) -> str:
     for path in sorted(path for path in folder.rglob("*") if not path.is_dir()):
         digest.update(f"{path.relative_to(folder).as_posix()}\n{file_digest(path, report)}\n".encode())
     return digest.hexdigest()
-
-
-class _ThreadTime(threading.local):
-    seconds = 0.0
-    running = False
-
-
-_thread_time = _ThreadTime()
-
-
-def io_seconds() -> float:
-    """Seconds that this thread has spent in `io_timer` so far."""
-    return _thread_time.seconds
-
-
-@contextmanager
-def io_timer() -> Iterator[None]:
-    """Count a block, or a decorated function, as time for stored files; nested blocks count once."""
-    if _thread_time.running:
-        yield
-        return
-    _thread_time.running, began = True, time.perf_counter()
-    try:
-        yield
-    finally:
-        _thread_time.running = False
-        _thread_time.seconds += time.perf_counter() - began

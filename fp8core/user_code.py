@@ -8,9 +8,10 @@ its functions. After `find_neighbours` it finds the files beside it. Their code 
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -61,6 +62,20 @@ def file_of(found: Callable[..., Any]) -> str | None:
     """The file of the user's own that defines what `load_code` has found; None: it is of this package."""
     module = getattr(found, "__module__", "")
     return None if module.startswith("fp8core.") else getattr(sys.modules.get(module), "__file__", None)
+
+
+def check_call(called: Callable[..., Any], name: str, positional: Sequence[str], keywords: Iterable[str]) -> None:
+    """Raises UserError: it cannot be called with arguments of these names."""
+    try:
+        signature = inspect.signature(called)
+    except ValueError:
+        return  # One written in C may have none to read.
+    keywords = list(keywords)
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        given = ", ".join([*positional, *(f"{keyword}=..." for keyword in keywords)])
+        raise UserError(f"it is called as {name}({given}), and is defined as {name}{signature}: {error}") from error
 
 
 def _loaded(place: str) -> tuple[ModuleType, Path, str]:

@@ -26,9 +26,6 @@ from fp8core.config.cluster import ClusterConfig
 from fp8core.errors import EngineLost, MemberLost, UserError, first_line
 from fp8core.store.manifest import current_code
 
-# A member that failed leaves others in a collective, which they would not leave by themselves.
-_PATIENCE_SECONDS = 10.0
-
 
 class MemberFailed(RuntimeError):
     """The code of a process raised; the message names the process and holds its traceback."""
@@ -60,27 +57,24 @@ class Gang:
         wants_gpus: bool,
         environment: Environment,
         threads: int,
-        lost: "Gang | None" = None,
+        unit: str | None = None,
     ) -> None:
         """Connect to the cluster, or start one here, and place the members, engines with so many GPUs each.
 
-        A gang that replaces a lost one takes the same resource.
+        `unit`: that of a gang that was lost, whose nodes may come back while the members wait for their places.
 
-        Raises UserError: nothing answers at the address; there are too few GPUs, or none is free in time; or a node has
-        other code. A process that ended before it answered is a UserError too, and a MemberLost where it replaces one.
+        Raises UserError: nothing answers at the address; there are too few GPUs, or none is free in time; a node has
+        other code; or a process ended before it answered.
         """
         self._group: Any = None
         self._all: list[Handle] = []
         self._answer_seconds = settings.answer_seconds
         self._ended_by: Exception | None = None
-        # One that replaces others is lost as they were: the caller may try once more.
-        self._unstarted = UserError if lost is None else MemberLost
         self._order = threading.Lock()
         connect(settings, tensor_parallel)
         arguments = dict(environment.required), dict(environment.suggested), threads, sys.path
         try:
-            # Nodes that were lost may come back while the members wait for their places.
-            self.unit: str = checked_size(settings, tensor_parallel, wants_gpus)[0] if lost is None else lost.unit
+            self.unit: str = unit or checked_size(settings, tensor_parallel, wants_gpus)[0]
             self._place(settings, tensor_parallel, arguments)
         except BaseException:
             self.close()
@@ -97,35 +91,20 @@ class Gang:
         return self.gather(calls)
 
     def gather(self, calls: Sequence[Call]) -> list[Any]:
-        """The values of the calls, in their order.
+        """The values of the calls, in their order. After an error no member can be used any more.
 
         Raises MemberLost: a process ended, or gave no answer in time; MemberFailed: its code raised; or an error for
-        people, as the member raised it. After the first two no member can be used any more.
+        people, as the member raised it.
         """
-        found, errors = dict[Any, Any](), list[Exception]()
-        pending = {call.ref: call.member for call in calls}
+        found, pending = dict[Any, Any](), {call.ref: call.member for call in calls}
         while pending:
-            if errors:
-                done, _ = ray.wait(list(pending), num_returns=1, timeout=_PATIENCE_SECONDS)
-                if not done:
-                    break
-                (ref,) = done
-            else:
-                ref = self.first_ended(pending)
-            member = pending.pop(ref)
+            ref = self.first_ended(pending)
             try:
-                found[ref] = self.value(member, ref)
+                found[ref] = self.value(pending.pop(ref), ref)
             except Exception as error:
-                if isinstance(error, MemberLost):
-                    self._end_members(error)
-                    raise
-                # Raised below, when the others have ended.
-                errors.append(error)
-        failed = next((error for error in errors if isinstance(error, MemberFailed)), None)
-        if failed is not None or pending:
-            self._end_members(failed or errors[0])
-        if errors:
-            raise failed or errors[0]
+                # Others may wait for this one in a collective.
+                self._end_members(error)
+                raise
         return [found[call.ref] for call in calls]
 
     def first_ended(self, pending: Mapping[Any, Handle]) -> Any:
@@ -234,7 +213,7 @@ class Gang:
         except RayTaskError as error:
             raise UserError(f"cluster: a node cannot run this program: {last_line(str(error.cause))}") from error
         except RayError as error:
-            raise self._unstarted(f"cluster: a process did not start: {_reason(error)}") from error
+            raise UserError(f"cluster: a process did not start: {_reason(error)}") from error
         started = {bundle: Handle(actors[bundle], place) for bundle, place in zip(actors, places, strict=True)}
         self._all += started.values()
         return started

@@ -36,20 +36,16 @@ class Meeting:
     def __init__(self, host: str) -> None:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
-    @staticmethod
-    def reach(host: str, port: int) -> TCPStore:
-        try:
-            return _connect(host, port)
-        except DistNetworkError as error:
-            route = f"{socket.gethostname()} cannot reach {host}:{port}"
-            raise UserError(f"cluster: {route}; nodes need all TCP ports of each other") from error
-
     def port(self) -> int:
         return int(self._store.port)
 
 
 def _connect(host: str, port: int) -> TCPStore:
-    store = TCPStore(host, port, is_master=False, timeout=_CONNECT)
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=_CONNECT)
+    except DistNetworkError as error:
+        route = f"{socket.gethostname()} cannot reach {host}:{port}"
+        raise UserError(f"cluster: {route}; nodes need all TCP ports of each other") from error
     store.set_timeout(_TIMEOUT)
     return store
 
@@ -122,7 +118,7 @@ class GroupRanks(Ranks):
     """Several processes: contiguous parts of a batch for each, sums in the order of one."""
 
     def __init__(self, host: str, port: int, rank: int, count: int) -> None:
-        store = PrefixStore("ranks", Meeting.reach(host, port))
+        store = PrefixStore("ranks", _connect(host, port))
         # Megatron computes in this group too.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
@@ -142,16 +138,17 @@ class GroupRanks(Ranks):
     def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
         """The sums over all parts of all processes, by tensor, added in the order of the parts: the bytes of one.
 
-        `own`: of each part of this process, a gradient or None for each tensor of `like`, whose shapes the sums have.
+        `own`: of each part of this process, a gradient or None for each tensor of `like`.
         """
-        sums: list[Tensor | None] = [None] * len(like)
+        sums: list[list[Tensor | None]] = [[None] * len(like)]
         if self.rank > 0:
-            sums = self._received(like, self.rank - 1)
+            distributed.recv_object_list(sums, self.rank - 1)
         for part in own:
-            sums = [_plus(total, gradient) for total, gradient in zip(sums, part, strict=True)]
+            sums = [[_plus(total, gradient) for total, gradient in zip(sums[0], part, strict=True)]]
         if self.rank + 1 < self.count:
-            self._send(sums, like, self.rank + 1)
-        return self._from_last(sums, like)
+            distributed.send_object_list(sums, self.rank + 1)
+        distributed.broadcast_object_list(sums, self.count - 1)
+        return sums[0]
 
     def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         most = max(sizes)
@@ -175,41 +172,8 @@ class GroupRanks(Ranks):
     def maximum(self, tensor: Tensor) -> None:
         distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
 
-    def _send(self, sums: Sequence[Tensor | None], like: Sequence[Tensor], to: int) -> None:
-        present, flat = _flat(sums, like)
-        distributed.send(present, to)
-        distributed.send(flat, to)
-
-    def _received(self, like: Sequence[Tensor], source: int) -> list[Tensor | None]:
-        present, flat = _flat([None] * len(like), like)
-        distributed.recv(present, source)
-        distributed.recv(flat, source)
-        return _parts(present, flat, like)
-
-    def _from_last(self, sums: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
-        present, flat = _flat(sums, like)
-        for tensor in (present, flat):
-            distributed.broadcast(tensor, src=self.count - 1)
-        return _parts(present, flat, like)
-
 
 def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     if total is None or part is None:
         return part if total is None else total
     return total + part
-
-
-def _flat(values: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """A mark for each value that exists, uint8 [tensors], and all values behind one another, else zeros."""
-    present = torch.tensor([value is not None for value in values], dtype=torch.uint8)
-    filled = (
-        torch.zeros_like(shape, requires_grad=False) if value is None else value
-        for value, shape in zip(values, like, strict=True)
-    )
-    return present, torch.cat([value.detach().reshape(-1) for value in filled])
-
-
-def _parts(present: Tensor, flat: Tensor, like: Sequence[Tensor]) -> list[Tensor | None]:
-    split = flat.split([shape.numel() for shape in like])
-    views = (part.view(shape.shape).clone() for part, shape in zip(split, like, strict=True))
-    return [view if there else None for view, there in zip(views, present.tolist(), strict=True)]

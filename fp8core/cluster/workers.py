@@ -88,14 +88,6 @@ def find_routes(
     return [route(index, engine) for index, engine in enumerate(engines)]
 
 
-class MeetingPlace(NamedTuple):
-    """The store of rank 0, where processes meet, and the names of those groups that have met for weights."""
-
-    host: str
-    port: int
-    links: set[str]
-
-
 class Cluster:
     def __init__(self, config: RunConfig, wants_gpus: bool, environment: Environment) -> None:
         shared = engine_entry(config).tensor_parallel(config)
@@ -103,16 +95,17 @@ class Cluster:
         self._keys = count()
         self._open()
 
-    def places(self) -> dict[str, Any]:
-        return self.gang.places()
-
     def replace(self) -> None:
+        """Raises MemberLost: its processes do not start, or cannot find each other; the caller may try once more."""
         self.gang.close()
-        self._open(lost=self.gang)
+        try:
+            self._open(self.gang.unit)
+        except UserError as error:
+            raise MemberLost(str(error)) from error
 
     def build_engine(self, config: RunConfig, arch: Architecture) -> "ReplicatedEngine":
         key = self._build(self.gang.engines, EnginePart, (), config, arch)
-        return ReplicatedEngine(self.gang, key, self._meeting, config.cluster.placement == "colocated")
+        return ReplicatedEngine(self.gang, key, self._store, config.cluster.placement == "colocated")
 
     def build_trainer(self, config: RunConfig, arch: Architecture, masters: TensorSource) -> "RankedTrainer":
         config = config.model_copy(update={"loss": shared_loss(config.loss)})
@@ -127,25 +120,20 @@ class Cluster:
     def close(self) -> None:
         self.gang.close()
 
-    def _open(self, lost: Gang | None = None) -> None:
-        self.gang = gang = Gang(*self._arguments, lost)
+    def _open(self, unit: str | None = None) -> None:
+        self.gang = gang = Gang(*self._arguments, unit)
         try:
             first, ranks = gang.ranks[0], gang.ranks
             host = first.place.address
             gang.gather([first.send("build", "meeting", Meeting, (), host)])
             (port,) = gang.gather([first.send("call", "meeting", "port")])
-            # Engines connect to it later, in the middle of a step.
-            gang.gather([each.send("build", "reached", Meeting.reach, (), host, port) for each in gang.engines])
             gang.gather(
                 [each.send("build", "ranks", GroupRanks, (), host, port, i, len(ranks)) for i, each in enumerate(ranks)]
             )
-            self._meeting = MeetingPlace(host, port, set())
-        except BaseException as error:
+            self._store = host, port
+        except BaseException:
             gang.close()
-            if lost is None or not isinstance(error, UserError):
-                raise
-            # Rank 0 ended while others looked for it.
-            raise MemberLost(str(error)) from error
+            raise
 
     def _build(self, members: Sequence[Handle], part: Callable[..., Any], uses: Sequence[str], *arguments: Any) -> str:
         key = f"{part.__name__} {next(self._keys)}"
@@ -156,9 +144,10 @@ class Cluster:
 class ReplicatedEngine:
     """Engines that hold one policy and share its prompts out; satisfies `RolloutEngine`."""
 
-    def __init__(self, gang: Gang, key: str, meeting: MeetingPlace, colocated: bool) -> None:
+    def __init__(self, gang: Gang, key: str, store: tuple[str, int], colocated: bool) -> None:
+        """`store`: host and port where processes meet."""
         self._gang, self._key, self._members = gang, key, gang.engines
-        self._meeting, self._colocated = meeting, colocated
+        self._store, self._links, self._colocated = store, set[str](), colocated
         self._read_memory = all(gang.gather(self._calls("reads_memory")))
 
     def update(self, tensors: RemoteWeights, scales: PolicyScales, version: int) -> SyncReport:
@@ -200,14 +189,16 @@ class ReplicatedEngine:
 
     def _link(self, path: Broadcast, engines: Sequence[int]) -> str:
         """The name of the group of rank 0 and these engines, which is made when it is first needed."""
-        key = f"{path} {' '.join(map(str, engines))}"
-        if key not in self._meeting.links:
+        key = f"{self._key} {path} {' '.join(map(str, engines))}"
+        if key not in self._links:
             members = [self._gang.ranks[0], *(self._members[index] for index in engines)]
-            host, port, _ = self._meeting
-            ends = [(host, port, key, path, process, len(members)) for process in range(len(members))]
-            calls = [member.send("build", key, Link, (), *end) for member, end in zip(members, ends, strict=True)]
-            self._gang.gather(calls)
-            self._meeting.links.add(key)
+            self._gang.gather(
+                [
+                    member.send("build", key, Link, (), *self._store, key, path, process, len(members))
+                    for process, member in enumerate(members)
+                ]
+            )
+            self._links.add(key)
         return key
 
     def fingerprint(self) -> str:

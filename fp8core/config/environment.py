@@ -22,7 +22,7 @@ class EnvironmentConfig(Section):
     observation_tokens: int | None = Field(
         None, ge=1, le=1 << 20, description="Of an observation; a longer one ends the episode. null: what is left."
     )
-    format: Literal["auto", "qwen", "llama3", "plain"] = Field(
+    format: Literal["auto", "qwen", "plain"] = Field(
         "auto", description="How a tool call is written; auto: as in the model's chat template, else plain."
     )
     failed: Literal["leave_out", "count"] = Field(
@@ -30,6 +30,5 @@ class EnvironmentConfig(Section):
         description="Episodes that end as timeout or crashed: leave out of loss and baseline, or count the reward.",
     )
     timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for one answer of an environment.")
-    cpu_seconds: float = Field(5.0, gt=0, le=3600, description="Processor time of one answer.")
     memory_mb: int = Field(1024, ge=16, le=1 << 20, description="MiB of an episode, beyond the loaded environment.")
     at_once: int = Field(64, ge=1, le=512, description="Episodes that have a process at the same time; others wait.")

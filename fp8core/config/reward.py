@@ -56,7 +56,6 @@ class RewardConfig(Section):
         description="Verifiers whose weighted scores are added; outcomes are those of `verifier`.",
     )
     timeout_seconds: float = Field(2.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")
-    cpu_seconds: float = Field(1.0, gt=0, le=3600, description="Processor time of one answer.")
     memory_mb: int = Field(1024, ge=16, le=1 << 20, description="MiB of one answer, beyond the loaded verifier.")
     workers: int = Field(
         2, ge=1, le=256, description="Processes that check answers; only math-verify and your own need them."

@@ -20,7 +20,7 @@ from typing import Any
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.run import RunConfig
 from fp8core.environments.protocol import Action, Said, Tool, Turn
-from fp8core.environments.tool_calls import TOOL_CALLS, instructions
+from fp8core.environments.tool_calls import instructions, parse_calls
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ class ObservationError(ValueError):
 
 
 def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
-    """A key of `TOOL_CALLS`. Raises UserError: the chat template writes no tool calls that are known."""
+    """A form of `parse_calls`. Raises UserError: the chat template writes no tool calls that are known."""
     if config.format != "auto":
         return config.format
     if not tokenizer.has_template:
@@ -44,11 +44,9 @@ def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
     # Qwen3-Coder writes XML between the same tags: <tool_call><function=NAME><parameter=NAME>VALUE ...
     if "<tool_call>" in tokenizer.template and "<function=" not in tokenizer.template:
         return "qwen"
-    if "<|python_tag|>" in tokenizer.template:
-        return "llama3"
     raise UserError(
         f"environment.format=auto: {tokenizer.where}: the chat template writes no tool calls that are known; set it to "
-        "qwen, llama3 or plain, and the first message says how to call"
+        "qwen or plain, and the first message says how to call"
     )
 
 
@@ -56,8 +54,8 @@ class Talk:
     def __init__(
         self, tokenizer: Tokenizer, tool_calls: str, arguments: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        """`tool_calls`: a key of `TOOL_CALLS`; `arguments`: of the chat template (`data.template_arguments`)."""
-        self.tokenizer, self.parse, self.tool_calls = tokenizer, TOOL_CALLS[tool_calls], tool_calls
+        """`tool_calls`: of `parse_calls`; `arguments`: of the chat template (`data.template_arguments`)."""
+        self.tokenizer, self.tool_calls = tokenizer, tool_calls
         self.arguments = arguments
 
     @classmethod
@@ -95,7 +93,7 @@ class Conversation:
     def action(self, tokens: Sequence[int], finish: str) -> Action:
         written = tokens[:-1] if finish == "stop" else tokens
         text = self._begun + self._talk.tokenizer.decode(written, special=True)
-        calls, malformed = self._talk.parse(text, self._tools)
+        calls, malformed = parse_calls(self._talk.tool_calls, text, self._tools)
         return Action(self._talk.tokenizer.decode(written), calls, malformed, finish)
 
     def observe(self, messages: Sequence[Said], last: int | None) -> tuple[int, ...]:

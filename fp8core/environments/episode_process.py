@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fp8core.config.shipped import SHIPPED_ENVIRONMENTS
-from fp8core.environments.protocol import Action, Ending, Environment, Outcome, Role, Said, Task, Tool, Turn
+from fp8core.environments.protocol import Action, Ending, Environment, Outcome, Role, Said, Task, Turn
 from fp8core.errors import InvalidReply, UserError, described_error, whole_characters
-from fp8core.processes.host import Service
+from fp8core.processes.pool import Service
 from fp8core.rewards.scorer import DETAIL_CHARACTERS, MOST_REWARD
-from fp8core.user_code import file_of, find_neighbours, load_code
+from fp8core.user_code import check_call, file_of, find_neighbours, load_code
 
-_MOST_BYTES = 1 << 20
-"""Of the texts of one reply."""
 _INFO_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
@@ -41,7 +39,7 @@ def serve_environment(name: str, options: Mapping[str, Any]) -> Service:
         find_neighbours(name)
         made, _, digest = load_code(name, "class")
     prepare = getattr(made, "prepare", None)
-    _refuse_options(prepare or made, made.__name__, options)
+    check_call(prepare or made, made.__name__, (), options)
     if lacking := [part for part in ("start", "step", "close") if inspect.isclass(made) and not hasattr(made, part)]:
         raise UserError(f"{made.__name__} has no method {lacking[0]}")
     create = partial(made, **options) if prepare is None else prepare(**options)
@@ -55,21 +53,6 @@ def _digest_of_shipped() -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _refuse_options(called: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
-    try:
-        signature = inspect.signature(called)
-    except ValueError:
-        return  # One written in C may have none to read.
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        given = ", ".join(f"{option}=..." for option in options)
-        raise UserError(
-            f"it is called as {name}({given}), and is defined as {name}{signature}: {error}; "
-            "environment.options={} drops options of a base"
-        ) from error
-
-
 class EpisodeHandler:
     """Answers a `Task` and then every `Action`."""
 
@@ -77,7 +60,6 @@ class EpisodeHandler:
         """`file`: that of a user's class, for errors."""
         self._create, self._file = create, file
         self._environment: Environment | None = None
-        self.finished = False
 
     def answer(self, request: Task | Action) -> Turn | Outcome:
         try:
@@ -87,7 +69,6 @@ class EpisodeHandler:
         except BaseException as error:  # noqa: BLE001 - the outcome says what was raised
             detail = described_error(error, self._file)[:DETAIL_CHARACTERS]
             reply = Outcome("crashed", detail=whole_characters(detail))
-        self.finished = isinstance(reply, Outcome)
         return reply
 
     def close(self) -> None:
@@ -118,53 +99,22 @@ def _seed(seed: int) -> None:
 
 def checked_reply(reply: object, first: bool) -> Turn | Outcome:
     """A reply of plain texts and numbers; `first` is whether it answers `start`. Raises ValueError naming the field."""
-    if isinstance(reply, Turn):
-        checked = _turn(reply, first)
-        texts = [said.content for said in checked.messages] + [json.dumps(tool) for tool in checked.tools]
-        size = sum(len(text.encode()) for text in texts)
-        if size > _MOST_BYTES:
-            raise ValueError(f"a reply of {size:,} bytes; at most {_MOST_BYTES:,}")
-        return checked
-    if not isinstance(reply, Outcome):
+    if isinstance(reply, Outcome):
+        if reply.outcome not in get_args(Ending):
+            raise InvalidReply(f"outcome is {reply.outcome!r:.60}; there are: {', '.join(get_args(Ending))}")
+        detail = whole_characters(str(reply.detail))[:DETAIL_CHARACTERS]
+        return Outcome(reply.outcome, detail=detail, **_numbers(reply))
+    if not isinstance(reply, Turn):
         raise InvalidReply(f"the environment returned {type(reply).__name__}, neither a Turn nor an Outcome")
-    if reply.outcome not in get_args(Ending):
-        raise InvalidReply(f"outcome is {reply.outcome!r:.60}; there are: {', '.join(get_args(Ending))}")
-    return Outcome(reply.outcome, detail=_text(reply.detail, "detail")[:DETAIL_CHARACTERS], **_numbers(reply))
-
-
-def _turn(turn: Turn, first: bool) -> Turn:
-    messages = tuple(_said(said, first) for said in turn.messages)
-    if not messages:
+    if not reply.messages:
         raise ValueError("messages are empty; the policy would have nothing to answer")
-    tools = tuple(map(_tool, turn.tools))
-    if tools and not first:
-        raise ValueError("tools are told at the start only")
-    if len({tool.name for tool in tools}) < len(tools):
-        raise ValueError("two tools have one name")
-    return Turn(messages, tools, **_numbers(turn))
-
-
-def _said(said: Any, first: bool) -> Said:
-    if not isinstance(said, Said):
-        raise InvalidReply(f"a message is {said!r:.60}, not a Said")
     roles = get_args(Role) if first else ("user", "tool")
-    if said.role not in roles:
-        raise InvalidReply(f"role is {said.role!r:.60}; there are: {', '.join(roles)}")
-    return Said(said.role, _text(said.content, "content"))
-
-
-def _tool(tool: Tool) -> Tool:
-    """Raises ValueError on parameters that templates, `instructions` or a parser of calls cannot read."""
-    try:
-        # NaN differs from itself: an environment that is asked again would seem to answer otherwise.
-        parameters = json.loads(json.dumps(dict(tool.parameters), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"parameters of a tool are no JSON: {error}") from error
-    if not isinstance(parameters.get("properties", {}), dict) or not isinstance(parameters.get("required", []), list):
-        raise ValueError("parameters of a tool are no JSON schema of an object")
-    return Tool(
-        _text(tool.name, "the name of a tool"), _text(tool.description, "the description of a tool"), parameters
-    )
+    for said in reply.messages:
+        if not isinstance(said, Said) or said.role not in roles or not isinstance(said.content, str):
+            raise InvalidReply(f"a message is {said!r:.60}, not a Said of a text by {', '.join(roles)}")
+    messages = tuple(Said(said.role, whole_characters(said.content)) for said in reply.messages)
+    tools = tuple(tool._replace(parameters=json.loads(json.dumps(dict(tool.parameters)))) for tool in reply.tools)
+    return Turn(messages, tools, **_numbers(reply))
 
 
 def _numbers(reply: Turn | Outcome) -> dict[str, Any]:
@@ -185,9 +135,3 @@ def _number(value: Any, name: str) -> float:
     if not abs(number) <= MOST_REWARD:
         raise ValueError(f"{name} is {number}, not a number from {-MOST_REWARD:g} to {MOST_REWARD:g}")
     return number
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {type(value).__name__}, not a text")
-    return whole_characters(value)

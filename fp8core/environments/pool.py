@@ -15,8 +15,7 @@ from typing import Any
 
 from fp8core.environments.protocol import Action, Outcome, Reply, Task
 from fp8core.errors import UserError
-from fp8core.processes.host import Limits
-from fp8core.processes.pool import Answer, Failure, PoolProcess, ProcessPool
+from fp8core.processes.pool import Failure, Limits, PoolProcess, ProcessPool
 from fp8core.rewards.scorer import Key
 
 _CLOSING_SECONDS = 2.0
@@ -29,7 +28,7 @@ class _Episode:
         self.key = key
         self.asked: list[Task | Action] = [task]
         self.process: PoolProcess | None = None
-        self.reply: Future[Answer | Failure] | None = None
+        self.reply: Future[tuple[Any, float]] | None = None
 
 
 class EnvironmentPool:
@@ -84,11 +83,12 @@ class EnvironmentPool:
                 return found
             for episode in map(busy.__getitem__, done):
                 assert episode.reply is not None, "it is done"
-                said, episode.reply = episode.reply.result(), None
-                reply = said.reply if isinstance(said, Answer) else Outcome(said.outcome, detail=said.detail)
+                (reply, seconds), episode.reply = episode.reply.result(), None
+                if isinstance(reply, Failure):
+                    reply = Outcome(reply.outcome, detail=reply.detail)
                 if isinstance(reply, Outcome):
                     self.end(episode.key)
-                found.append((episode.key, reply, said.seconds))
+                found.append((episode.key, reply, seconds))
 
     def rest(self, episode: Key) -> None:
         if episode in self._episodes:

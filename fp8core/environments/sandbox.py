@@ -1,8 +1,8 @@
 """A Python interpreter for code of the policy, in `bubblewrap` or in a container of the user's (interpreter.py).
 
 In bubblewrap the code has no network, no process but those that it starts, and none of our variables. It reads Python,
-installed packages and system files, and no other file. Limits hold for processor time, memory of a process and output;
-processes are counted ten times a second. Code can make its own answers up; no reward depends on them.
+installed packages and system files, and no other file. Limits hold for time, memory of a process and output; processes
+are counted ten times a second. Code can make its own answers up; no reward depends on them.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ from pathlib import Path
 import psutil
 
 from fp8core.environments import interpreter
-from fp8core.environments.interpreter import without_addresses
 from fp8core.errors import UserError
 
 _PROCESSES = 16
@@ -48,7 +47,7 @@ def find_bubblewrap() -> str:
 
 class Interpreter:
     def __init__(self, seconds: int, memory_mb: int, characters: int, container: Sequence[str] = ()) -> None:
-        """Set limits of a call: processor time, of which twice as much may pass; MiB; and characters of the answer.
+        """Set limits of a call: its time; MiB; and characters of the answer.
 
         `container`: words of a command that runs Python in isolation, without its arguments; empty: bubblewrap.
         Raises UserError: bubblewrap is not installed.
@@ -87,10 +86,10 @@ class Interpreter:
 
     def _watch(self, process: subprocess.Popen[bytes], ended: threading.Event, why: list[str]) -> None:
         """Kill the process of a call that takes too long, or has too many processes."""
-        until = time.monotonic() + 2 * self._seconds
+        until = time.monotonic() + self._seconds
         while not ended.wait(min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))):
             if time.monotonic() >= until:
-                why.append(f"no end after {2 * self._seconds} s")
+                why.append(f"no end after {self._seconds} s")
             elif _descendants(process.pid) > _PROCESSES:
                 why.append(f"more than {_PROCESSES} processes")
             if why:
@@ -112,13 +111,11 @@ class Interpreter:
             return f"{why}{_LOST}"
         # Above 128: of a process below bubblewrap that a signal has ended.
         number = -code if code < 0 else code - 128
-        if number == signal.SIGXCPU:
-            return f"more than {self._seconds} s of processor time{_LOST}"
         how = signal.Signals(number).name if number in {*signal.Signals} else f"exit code {code}"
         return f"the interpreter ended ({how}){_LOST}"
 
     def _cut(self, text: str) -> str:
-        shown = without_addresses(text) or "(no output)"
+        shown = text or "(no output)"
         if len(shown) <= self._characters:
             return shown
         return f"{shown[: self._characters]}\n... (cut after {self._characters} characters)"

@@ -1,8 +1,7 @@
 """Processes that end with the one that started them, however that ends: by SIGKILL too.
 
 `TiedProcess` is the parent's side, for a command: the end of a pipe is the end of the parent. `follow` and
-`follow_parent` run inside our own children. Left alone, processes of vLLM would wait for requests, and keep the memory
-of their GPU. A descriptor names the parent: its number may be another process's later.
+`follow_parent` run inside our own children. Left alone, processes of vLLM would keep the memory of their GPU.
 """
 
 import multiprocessing
@@ -28,11 +27,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 class TiedProcess:
-    """A child whose standard input is a pipe that nobody writes to and only this process holds open.
-
-    The end of that file is this process's end. The child has a session of its own: neither Ctrl-C nor a signal to our
-    process group reaches it.
-    """
+    """A child with a session of its own, whose standard input is a pipe that ends with this process."""
 
     def __init__(
         self,
@@ -105,11 +100,8 @@ os.register_at_fork(after_in_child=_close_copies)
 def follow_parent() -> None:
     """From now on this process ends with the one that started it by `multiprocessing`; without one nothing happens."""
     parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    descriptor = _opened(parent.pid)
-    # Asked after it was opened: the number may have been another's by then.
-    _start(descriptor if parent.is_alive() else None, None)
+    if parent is not None and parent.pid is not None:
+        follow(parent.pid)
 
 
 def follow(pid: int) -> None:
@@ -118,28 +110,15 @@ def follow(pid: int) -> None:
     A third process between them, which started this one by `multiprocessing`, ends too.
     """
     parent = multiprocessing.parent_process()
-    between = None if parent is None or parent.pid == pid else _opened(parent.pid)
-    _start(_opened(pid), between)
+    between = None if parent is None or parent.pid == pid else parent.pid
+    Thread(target=_end_after, args=(pid, between), name="end_with_parent", daemon=True).start()
 
 
-def _opened(pid: int | None) -> int | None:
-    """A descriptor that can be read from when the process ends; None where it is gone."""
-    assert pid is not None
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-
-
-def _start(followed: int | None, between: int | None) -> None:
-    Thread(target=_end_after, args=(followed, between), name="end_with_parent", daemon=True).start()
-
-
-def _end_after(followed: int | None, between: int | None) -> None:
-    if followed is not None:
-        wait([followed])
+def _end_after(pid: int, between: int | None) -> None:
+    with suppress(ProcessLookupError):
+        wait([os.pidfd_open(pid)])
     if between is not None:
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(between, signal.SIGKILL)
+            os.kill(between, signal.SIGKILL)
     # Nobody is left who could be told, and what is running may hold a lock that an orderly end would wait for.
     os.kill(os.getpid(), signal.SIGKILL)

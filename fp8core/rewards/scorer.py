@@ -12,8 +12,8 @@ from importlib import metadata
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from fp8core.errors import InvalidReply, UserError, described_error, whole_characters
-from fp8core.processes.host import Service, end_children
-from fp8core.user_code import file_of, find_neighbours, load_code
+from fp8core.processes.pool import Service
+from fp8core.user_code import check_call, file_of, find_neighbours, load_code
 
 VerdictOutcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
 OUTCOMES: tuple[VerdictOutcome, ...] = get_args(VerdictOutcome)
@@ -83,9 +83,6 @@ class Answer(NamedTuple):
     columns: str = ""
 
 
-_POSITIONAL = ("prompt", "completion", "reference", "finish")
-
-
 class Scorer(Protocol):
     """Scores completions one at a time, without state."""
 
@@ -109,10 +106,11 @@ class FunctionScorer:
     def __init__(self, function: Callable[..., object], options: Mapping[str, Any]) -> None:
         self._function = function
         self._options = dict(options)
-        self._takes_columns = takes_columns(function, options)
+        # A parameter that no option fills.
+        self.takes_columns = "columns" in inspect.signature(function).parameters.keys() - options.keys()
 
     def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
-        given = {"columns": json.loads(columns or "{}")} if self._takes_columns else {}
+        given = {"columns": json.loads(columns or "{}")} if self.takes_columns else {}
         returned = self._function(prompt, completion, reference, finish, **given, **self._options)
         if isinstance(returned, Verdict):
             if returned.outcome not in OUTCOMES:
@@ -138,15 +136,12 @@ class FunctionScorer:
 class ScorerHandler:
     """Answers with a verdict on each `Answer`, and on each reference, a (prompt, reference), whether it is one."""
 
-    finished = False
-
     def __init__(self, scorer: Scorer, file: str | None) -> None:
         """`file`: that of a user's function, for errors."""
         self._scorer, self._file = scorer, file
 
     def answer(self, request: tuple[str, ...]) -> Verdict:
         verdict = self._verdict(request)
-        end_children()
         # An error may quote half a surrogate pair.
         return replace(verdict, detail=whole_characters(verdict.detail[:DETAIL_CHARACTERS]))
 
@@ -177,27 +172,10 @@ def serve_scorer(name: str, options: Mapping[str, Any]) -> Service:
         return Service({"verifier": MATH_VERIFY, **versions}, lambda: ScorerHandler(scorer, None))
     find_neighbours(name)
     function, _, digest = load_code(name, "function")
-    _refuse_signature(function, options)
     own = FunctionScorer(function, options)
+    given = [*(["columns"] if own.takes_columns else []), *options]
+    check_call(function, function.__name__, Answer._fields[:4], given)
     return Service({"verifier": name, "source": digest}, lambda: ScorerHandler(own, file_of(function)))
-
-
-def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any]) -> None:
-    """Raises UserError on a function that cannot be called as `FunctionScorer` calls it."""
-    signature = inspect.signature(function)
-    given = [*(["columns"] if takes_columns(function, options) else []), *options]
-    try:
-        signature.bind(*_POSITIONAL, **dict.fromkeys(given))
-    except TypeError as error:
-        named = "".join(f", {name}=..." for name in given)
-        raise UserError(
-            f"it is called as f({', '.join(_POSITIONAL)}{named}), and is defined as f{signature}: {error}"
-        ) from error
-
-
-def takes_columns(function: Callable[..., object], options: Mapping[str, Any]) -> bool:
-    """True if a function has a parameter for the row's other columns that no option fills."""
-    return "columns" in inspect.signature(function).parameters.keys() - options.keys()
 
 
 def check_reward(value: float, key: Key) -> None:

@@ -12,8 +12,7 @@ from pydantic import JsonValue
 
 from fp8core.config.reward import FormatOptions, RewardConfig
 from fp8core.errors import UserError
-from fp8core.processes.host import Limits
-from fp8core.processes.pool import Failure, PoolProcess, ProcessPool
+from fp8core.processes.pool import Failure, Limits, PoolProcess, ProcessPool
 from fp8core.rewards.integer import IntegerVerifier
 from fp8core.rewards.scorer import RIGHT, Added, Answer, Scorer, Verdict, unparsed, wrong
 
@@ -193,11 +192,11 @@ class VerifierPool:
         process: PoolProcess | None = getattr(self._of_thread, "process", None)
         if process is None:
             process = self._of_thread.process = self._pool.start()
-        said = process.ask(request)
-        if isinstance(said, Failure):
+        reply, _ = process.ask(request)
+        if isinstance(reply, Failure):
             self._of_thread.process = None
-            return Verdict(0.0, said.outcome, said.detail)
-        verdict: Verdict = said.reply
+            return Verdict(0.0, reply.outcome, reply.detail)
+        verdict: Verdict = reply
         return verdict
 
 
@@ -268,5 +267,5 @@ def _one_verifier(config: RewardConfig, key: str) -> Verifier:
         return InProcess("integer", IntegerVerifier(), key)
     if config.verifier == "format":
         return InProcess("format", FormatVerifier(FormatOptions.model_validate(config.options).tags), key)
-    limits = Limits(config.timeout_seconds, config.cpu_seconds, config.memory_mb)
+    limits = Limits(config.timeout_seconds, config.memory_mb)
     return VerifierPool(key, config.verifier, config.options, limits, config.workers)

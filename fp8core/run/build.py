@@ -26,7 +26,7 @@ from fp8core.models.checkpoint import (
 from fp8core.models.hub import resolve_model
 from fp8core.models.safetensors_files import TensorSource
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
-from fp8core.processes.host import Limits
+from fp8core.processes.pool import Limits
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import engine_entry, longest_row
 from fp8core.training.ranks import ALONE
@@ -184,7 +184,7 @@ def build_engine(config: RunConfig, arch: Architecture, cluster: "Cluster | None
 
 
 def build_environment(config: EnvironmentConfig) -> EnvironmentPool:
-    limits = Limits(config.timeout_seconds, config.cpu_seconds, config.memory_mb)
+    limits = Limits(config.timeout_seconds, config.memory_mb)
     return EnvironmentPool(config.name, config.options, limits, config.at_once)
 
 

@@ -19,7 +19,6 @@ from fp8core import durable
 from fp8core.alignment.bounds import unverifiable
 from fp8core.config.step_graph import PlannedStep
 from fp8core.config.steps import import_step
-from fp8core.durable import io_seconds
 from fp8core.errors import NotRecordedError, UserError, described_error, printable
 from fp8core.run.context import RunContext
 from fp8core.run.policy import SyncError
@@ -112,8 +111,7 @@ def run_task(
 
 
 def _execute(run: RunContext, index: int, name: str, key: str, body: Callable[[], dict[str, Ref]]) -> TaskResult:
-    began, stored = time.perf_counter(), io_seconds()
-    started = time.time()
+    began, started = time.perf_counter(), time.time()
     with run.console.part(f"step {index}, {name}"):
         outputs = attempt(f"step {index}, task {name}", body)
     entry = TaskEntry(
@@ -123,7 +121,6 @@ def _execute(run: RunContext, index: int, name: str, key: str, body: Callable[[]
         outputs=outputs,
         started=started,
         seconds=time.perf_counter() - began,
-        storing=io_seconds() - stored,
     )
     run.directory.ledger.append(entry)
     return TaskResult(entry, reused=False, interval=(began, time.perf_counter()))
@@ -218,7 +215,7 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         hardware=run.machine,
         git=run.git,
         paths={name: ref.uri for name, ref in outputs.items()},
-        cluster={} if run.cluster is None else run.cluster.places(),
+        cluster={} if run.cluster is None else run.cluster.gang.places(),
         environment=_percentiles(run.environment_seconds.pop(index, [])),
     )
     return StepManifest(record=record, observed=observed)

@@ -24,7 +24,6 @@ from safetensors.torch import save as encode_tensors
 from torch import Tensor
 
 from fp8core import durable
-from fp8core.durable import io_timer
 from fp8core.errors import StoredFileError, printable
 from fp8core.models.safetensors_files import FileTensors
 from fp8core.store.json_text import Bytes, canonical_json, parse_model
@@ -119,23 +118,19 @@ class ArtifactStore:
             return error
         return None
 
-    @io_timer()
     def put_back(self, ref: Ref, source: "ArtifactStore") -> None:
         """Copy the file of another store, unless it is here. Raises ArtifactError; UserError (the disk)."""
         found = source.path(ref)
         _check_content(found, ref.digest)
         durable.ensure_copy(self._root / ref.uri, found, ref.digest)
 
-    @io_timer()
     def put_table(self, kind: str, table: pa.Table) -> Ref:
         return self._commit(kind, "parquet", encode_table(table))
 
-    @io_timer()
     def get_table(self, ref: Ref, columns: Sequence[str] | None = None) -> pa.Table:
         """A stored table, or those of some columns that it has, of its kind's schema. Raises ArtifactError."""
         return _decoded(self._read(ref), ref.kind, self.path(ref), columns)
 
-    @io_timer()
     def put_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> Ref:
         """Store named tensors, of any device and strides, as safetensors. Raises UserError when the disk refuses."""
         copies = {
@@ -144,14 +139,12 @@ class ArtifactStore:
         }
         return self._commit(kind, "safetensors", encode_tensors(copies, _METADATA))
 
-    @io_timer()
     def get_tensors(self, ref: Ref) -> dict[str, Tensor]:
         try:
             return dict(sorted(decode_tensors(self._read(ref)).items()))
         except (SafetensorError, ValueError) as error:
             raise ArtifactError(f"{self.path(ref)}: {printable(str(error))}") from error
 
-    @io_timer()
     def file_tensors(self, ref: Ref) -> FileTensors:
         """`get_tensors` that are read one at a time; the digest of the whole file is checked here."""
         path = self.path(ref)
@@ -159,17 +152,14 @@ class ArtifactStore:
         with _reading(path):
             return FileTensors(dict(sorted(tensor_header(path).items())))
 
-    @io_timer()
     def put_json(self, kind: str, value: Any) -> Ref:
         """Store a value as canonical JSON. Raises UserError: NaN or infinity (with its key), the disk."""
         return self._commit(kind, "json", canonical_json(value, kind))
 
-    @io_timer()
     def get_json(self, ref: Ref) -> Any:
         with _reading(self.path(ref)):
             return read_json(self._read(ref), ref.kind, self.path(ref))
 
-    @io_timer()
     def get_manifest(self, ref: Ref) -> StepManifest:
         with _reading(self.path(ref)):
             return parse_model(self._read(ref), StepManifest, f"{self.path(ref)}: not of kind manifest")
@@ -192,7 +182,6 @@ class RolloutShards:
         self._kind = kind
         self._next: int | None = None
 
-    @io_timer()
     def append(self, table: pa.Table) -> None:
         buffer = io.BytesIO()
         # Half the time of an artifact: tokens and log-probs seldom repeat, and building a dictionary takes longest.
@@ -204,7 +193,6 @@ class RolloutShards:
         durable.write_file(self._folder / f"{self._next:06d}-{hashlib.sha256(data).hexdigest()}.parquet", data)
         self._next += 1
 
-    @io_timer()
     def read(self) -> pa.Table | None:
         """The rows of all shards in the order of their `append`, None when there is none. Raises ArtifactError."""
         tables = [self._table(path) for path in self._committed()]
@@ -221,7 +209,6 @@ class RolloutShards:
                 found.append(error)
         return found
 
-    @io_timer()
     def clear(self) -> None:
         for path in self._committed():
             path.unlink()

@@ -39,7 +39,6 @@ class TaskEntry(_Entry):
     outputs: dict[str, Ref] = Field(description="Artifact name -> stored artifact.")
     started: UnixSeconds = Field(description="Unix seconds.")
     seconds: Seconds = Field(description="How long it took, by a clock that never goes back.")
-    storing: Seconds = Field(0.0, description="Of these, seconds of encoding, hashing, writing and reading files.")
 
 
 class StepEntry(_Entry):

@@ -33,5 +33,5 @@ def test_the_example_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_limits_and_defaults_are_those_of_the_configuration() -> None:
-    for name in ("timeout_seconds", "cpu_seconds", "memory_mb", "workers"):
+    for name in ("timeout_seconds", "memory_mb", "workers"):
         assert f"| `reward.{name}` | {RewardConfig.model_fields[name].default:g} |" in PAGE

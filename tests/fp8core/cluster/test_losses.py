@@ -13,7 +13,6 @@ from ray_nodes import start_cluster
 from fp8core.cluster import gang
 from fp8core.cluster.gang import Gang
 from fp8core.cluster.member import HostProcess, Member
-from fp8core.config.capability import Environment
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost, UserError
 from fp8core.run.build import open_cluster
@@ -81,10 +80,10 @@ class Ending(Member):
 
 
 def test_a_process_that_ends_as_it_starts_is_a_mistake_at_first_and_a_loss_where_it_replaces_one(address, monkeypatch):
-    monkeypatch.setattr(gang, "Member", Ending)
     config = load_config("tiny", {"cluster": {"address": address, "ranks": 1}})
-    lost = Gang.__new__(Gang)
-    lost.unit = "CPU"
-    for before, error in ((None, UserError), (lost, MemberLost)):
-        with pytest.raises(error, match=r"^cluster: a process did not start: "):
-            Gang(config.cluster, 1, False, Environment(), 1, before)
+    with closing(open_cluster(config)) as cluster:
+        monkeypatch.setattr(gang, "Member", Ending)
+        with pytest.raises(MemberLost, match=r"^cluster: a process did not start: "):
+            cluster.replace()
+    with pytest.raises(UserError, match=r"^cluster: a process did not start: "):
+        open_cluster(config)

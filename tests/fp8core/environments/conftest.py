@@ -6,7 +6,7 @@ import pytest
 
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Outcome, Turn
-from fp8core.processes.host import Limits
+from fp8core.processes.pool import Limits
 
 # A question and an action are what the environment does, in Python.
 HOSTILE = """
@@ -47,29 +47,12 @@ def spin():
         pass
 
 
-def copy(text):
-    # The copy answers first, or raises.
-    copied = os.fork() == 0
-    if copied and text == "raises":
-        raise ValueError("of the copy")
-    time.sleep(0 if copied else 0.05)
-    return said(text)
-
-
-def daemon(path):
+def child():
     if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            with open(path + ".new", "w") as file:
-                file.write(str(os.getpid()))
-            os.rename(path + ".new", path)
-            time.sleep(1000)
-        os._exit(0)
-    while not os.path.exists(path):
-        time.sleep(0.005)
+        time.sleep(1000)
 """
 
-LIMITS = Limits(timeout_seconds=8.0, cpu_seconds=1.0, memory_mb=128)
+LIMITS = Limits(timeout_seconds=8.0, memory_mb=128)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.environments.chat import ObservationError, Talk, tool_calls_of
 from fp8core.environments.protocol import Said, Tool, Turn
-from fp8core.environments.tool_calls import TOOL_CALLS
+from fp8core.environments.tool_calls import parse_calls
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 
@@ -56,13 +56,12 @@ def test_a_first_turn_is_the_template_with_tools():
         assert prompt == tuple(tokenizer.encode(text))
         assert ("Calculates <b>anything</b>." in shown(tokenizer, prompt)) == bool(tools)
     assert text != LLAMA.render([Said("system", "Be brief.")._asdict(), QUESTION._asdict()])
-    assert shown(LLAMA, Talk(LLAMA, "llama3").open(Turn((QUESTION,))).prompt) == LLAMA.render([QUESTION._asdict()])
+    assert shown(LLAMA, Talk(LLAMA, "qwen").open(Turn((QUESTION,))).prompt) == LLAMA.render([QUESTION._asdict()])
 
 
 CALLS = {
     "plain": "in brackets, as [2+3]",
     "qwen": 'write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.',
-    "llama3": 'write {"name": ..., "parameters": {...}} and nothing else.',
 }
 
 
@@ -106,7 +105,7 @@ def test_an_observation_is_the_difference_of_two_renderings(tokenizer, end, obse
 
 def test_a_conversation_is_what_the_template_makes_of_it():
     """Tokens of three turns after another, against one rendering of all."""
-    talk = Talk(LLAMA, "llama3")
+    talk = Talk(LLAMA, "qwen")
     conversation = talk.open(Turn((QUESTION,), (TOOL,)))
     tokens, messages = [*conversation.prompt], [QUESTION._asdict()]
     for number in range(3):
@@ -121,7 +120,7 @@ def test_a_conversation_is_what_the_template_makes_of_it():
 def test_the_end_of_a_turn_is_written_once():
     """By the policy, with any token that ends completions, or else by the template."""
     for last, first in (("<|eot_id|>", "<|start"), ("<|eom_id|>", "<|start"), (None, "<|eot_id|><|start")):
-        conversation = Talk(LLAMA, "llama3").open(Turn((QUESTION,)))
+        conversation = Talk(LLAMA, "qwen").open(Turn((QUESTION,)))
         ended = None if last is None else LLAMA.encode(last)[0]
         assert shown(LLAMA, conversation.observe([Said("user", "x")], ended)).startswith(first)
 
@@ -162,8 +161,8 @@ IMITATIONS = [
 
 
 @pytest.mark.parametrize("text", IMITATIONS)
-@pytest.mark.parametrize(("tokenizer", "form"), [(QWEN, "qwen"), (LLAMA, "llama3")])
-def test_imitated_control_tokens_are_plain_text(tokenizer, form, text):
+@pytest.mark.parametrize("tokenizer", [QWEN, LLAMA])
+def test_imitated_control_tokens_are_plain_text(tokenizer, text):
     """In a tool's answer, a question, messages before it, a tool's description: control tokens are the template's."""
 
     def controls(tokens):
@@ -173,7 +172,7 @@ def test_imitated_control_tokens_are_plain_text(tokenizer, form, text):
     def both(text):
         tool = Tool("calculate", text, {"properties": {text: {"enum": [text]}}})
         turn = Turn((Said("system", text), Said("user", text), Said("assistant", text), Said("user", text)), (tool,))
-        conversation = Talk(tokenizer, form).open(turn)
+        conversation = Talk(tokenizer, "qwen").open(turn)
         observed = conversation.observe([Said("tool", text), Said("user", text)], min(tokenizer.eos_ids))
         return conversation.prompt, observed
 
@@ -197,17 +196,6 @@ def test_a_template_that_rewrites_is_refused_by_name(template):
     with pytest.raises(UserError, match=named) as error:
         conversation.observe([Said("user", "x")], None)
     assert "\n" not in str(error.value)
-
-
-def test_python_tags_reach_the_parser_and_not_the_text():
-    text = '<|python_tag|>{"name": "calculate", "parameters": {"expression": "3*4"}}'
-    conversation = Talk(LLAMA, "llama3").open(Turn((QUESTION,), (TOOL,)))
-    action = conversation.action(LLAMA.encode(text + "<|eom_id|>"), "stop")
-    assert action.text == text.removeprefix("<|python_tag|>")
-    assert [call.name for call in action.calls] == ["calculate"]
-    cut = conversation.action(LLAMA.encode(text)[:20], "length")
-    assert cut.malformed
-    assert cut.text == text.removeprefix("<|python_tag|>")[:19]
 
 
 def test_without_a_template():
@@ -234,13 +222,10 @@ CALL = {"name": "calculate", "arguments": {"expression": "3*4"}}
 ASSISTANT = {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]}
 
 
-@pytest.mark.parametrize(("tokenizer", "name"), [(QWEN, "qwen"), (LLAMA, "llama3")])
-def test_a_call_of_the_template_is_read(tokenizer, name):
-    assert tool_calls_of(AUTO, tokenizer) == name
-    written = tokenizer.render([QUESTION._asdict(), ASSISTANT], add_generation_prompt=False)
-    # The policy's turn, without what begins and ends it.
-    turn = written.rpartition("assistant")[2].removeprefix("<|end_header_id|>").removesuffix("<|eom_id|>")
-    ((call,), malformed) = TOOL_CALLS[name](turn, (TOOL,))
+def test_a_call_of_the_template_is_read():
+    assert tool_calls_of(AUTO, QWEN) == "qwen"
+    written = QWEN.render([QUESTION._asdict(), ASSISTANT], add_generation_prompt=False)
+    ((call,), malformed) = parse_calls("qwen", written.rpartition("assistant")[2], (TOOL,))
     assert (call._asdict(), malformed) == (CALL, "")
 
 

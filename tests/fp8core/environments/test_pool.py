@@ -54,9 +54,7 @@ def ask(pool: EnvironmentPool, *texts: str, start: str = "") -> Turn | Outcome:
         ("bytearray(2**40)", "MemoryError"),
         ("None", "InvalidReply: the environment returned NoneType, neither a Turn nor an Outcome"),
         ("Turn(())", "ValueError: messages are empty"),
-        ("Turn((Said('system', 'obey'),))", "InvalidReply: role is 'system'; there are: user, tool"),
-        ("said('x' * 10**7)", "ValueError: a reply of 10,000,000 bytes; at most 1,048,576"),
-        ("Turn((Said('user', 'x'),), (Tool('a', 'b', {}),))", "ValueError: tools are told at the start"),
+        ("Turn((Said('system', 'obey'),))", "InvalidReply: a message is Said(role='system'"),
         ("Turn((Said('user', 'x'),), reward=float('nan'))", "ValueError: reward is nan, not a number from"),
         ("Turn((Said('user', 'x'),), failed=-1)", "ValueError: failed is -1, not a count"),
         ("Turn((Said('user', 'x'),), info={'A B': 1})", "ValueError: info has the name 'A B'"),
@@ -73,36 +71,10 @@ def test_an_episode_ends_alone_as_crashed(pool: EnvironmentPool, text: str, deta
     assert reply.detail.isprintable()
 
 
-@pytest.mark.parametrize(
-    ("parameters", "detail"),
-    [
-        ("{'properties': None}", "parameters of a tool are no JSON schema of an object"),
-        ("{'default': float('nan')}", "parameters of a tool are no JSON"),
-    ],
-)
-def test_parameters_of_a_tool(pool: EnvironmentPool, parameters: str, detail: str) -> None:
-    reply = ask(pool, start=f"Turn((Said('user', 'x'),), (Tool('a', 'b', {parameters}),))")
-    assert isinstance(reply, Outcome)
-    assert reply.detail.startswith(f"ValueError: {detail}")
-
-
-@pytest.mark.parametrize(
-    ("text", "limits", "detail"),
-    [
-        ("9 ** 9 ** 9", LIMITS._replace(timeout_seconds=60), "more than 1 s of processor time"),
-        (
-            "self.closing('time.sleep(99)', Outcome('right'))",
-            LIMITS._replace(timeout_seconds=2),
-            "no reply after 2 s",
-        ),
-    ],
-)
-def test_time_is_bounded_also_in_a_function_of_c(
-    start_pool: StartPool, hostile_file: Path, text: str, limits: object, detail: str
-) -> None:
-    pool = start_pool(f"{hostile_file}:Hostile", limits=limits)
-    assert ask(pool, text) == Outcome("timeout", detail=detail)
-    assert ask(pool, start=text) == Outcome("timeout", detail=detail)
+@pytest.mark.parametrize("text", ["9 ** 9 ** 9", "self.closing('time.sleep(99)', Outcome('right'))"])
+def test_time_is_bounded_also_in_a_function_of_c(start_pool: StartPool, hostile_file: Path, text: str) -> None:
+    pool = start_pool(f"{hostile_file}:Hostile", limits=LIMITS._replace(timeout_seconds=2))
+    assert ask(pool, text) == Outcome("timeout", detail="no reply after 2 s")
     pool.close()
 
 
@@ -119,19 +91,6 @@ def test_what_arrives_is_what_was_said(pool: EnvironmentPool) -> None:
     pool.act((0, 0), action)
     assert collect(pool, 1) == {(0, 0): said(repr(action))}
     pool.end((0, 0))
-
-
-def test_a_copy_that_returns_answers_nothing(pool: EnvironmentPool) -> None:
-    """It would be the answer to the next action."""
-    for last in ("other", "raises"):
-        assert ask(pool, "copy('raises')", "copy('first')", f"copy({last!r})") == said(last)
-
-
-@pytest.mark.parametrize("then", ["Outcome('right', 1)", "os._exit(3)", "said('ok')"])
-def test_a_daemon_ends_with_its_episode(pool: EnvironmentPool, tmp_path: Path, then: str) -> None:
-    ask(pool, f"daemon({str(tmp_path / 'pid')!r}) or {then}")
-    pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not psutil.pid_exists(pid), seconds=8)
 
 
 def test_more_episodes_than_there_is_room_for_wait(pool: EnvironmentPool) -> None:
@@ -177,10 +136,10 @@ PARENT = """
 import sys, time
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Task
-from fp8core.processes.host import Limits
+from fp8core.processes.pool import Limits
 
-pool = EnvironmentPool(sys.argv[1], {}, Limits(60, 60, 512), 2)
-for sample, text in enumerate(("said('open')", f"daemon({sys.argv[2]!r}) or spin()")):
+pool = EnvironmentPool(sys.argv[1], {}, Limits(60, 512), 2)
+for sample, text in enumerate(("said('open')", "child() or spin()")):
     pool.begin((0, sample), Task(text, "", 0))
 while not pool.replies(wait=True): pass
 print("open", flush=True)
@@ -188,14 +147,13 @@ time.sleep(1000)
 """
 
 
-def test_what_is_open_ends_with_a_killed_training(hostile_file: Path, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-c", PARENT, f"{hostile_file}:Hostile", str(tmp_path / "pid")]
+def test_what_is_open_ends_with_a_killed_training(hostile_file: Path) -> None:
+    arguments = [sys.executable, "-c", PARENT, f"{hostile_file}:Hostile"]
     parent = subprocess.Popen(arguments, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"open\n"
-    wait_for((tmp_path / "pid").exists)
-    below = psutil.Process(parent.pid).children(recursive=True)
-    assert len(below) >= 4, "the host, two episodes and a daemon"
+    wait_for(lambda: len(psutil.Process(parent.pid).children(recursive=True)) == 4)
+    below = psutil.Process(parent.pid).children(recursive=True)  # The host, two episodes, and a child of one.
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate()
     assert psutil.wait_procs(below, timeout=8)[1] == []

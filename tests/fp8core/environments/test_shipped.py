@@ -1,13 +1,11 @@
 """The calculator, and Python in its sandbox."""
 
 import contextlib
-import os
 import random
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import psutil
 import pytest
 
 from fp8core.data.chain import running_values
@@ -109,22 +107,10 @@ def test_every_call_has_an_answer_and_none_ends_the_episode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"modulus": 1}, "modulus=1 is no integer from 2 to 1,000,000,000"),
-        ({"left_to_right": "yes"}, "left_to_right='yes' is neither true nor false"),
-    ],
-)
-def test_options_out_of_range(options: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        Calculator(**options)
-
-
-@pytest.mark.parametrize(
     ("name", "options", "error"),
     [
         ("calculator", {"base": 2}, "it is called as Calculator(base=...), and is defined as Calculator(*, modulus"),
-        ("python", {"seconds": 0.5}, "seconds=0.5 is no integer from 1 to 3,600"),
+        ("python", {"seconds": 0.5}, "seconds=0.5 is no number from 1"),
     ],
 )
 def test_options_are_validated_at_the_start(name: str, options: dict[str, Any], error: str) -> None:
@@ -138,7 +124,7 @@ def test_options_are_validated_at_the_start(name: str, options: dict[str, Any], 
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[Interpreter]:
-    interpreter = Interpreter(seconds=1, memory_mb=256, characters=300)
+    interpreter = Interpreter(seconds=2, memory_mb=256, characters=300)
     yield interpreter
     interpreter.close()
 
@@ -187,29 +173,13 @@ def test_code_reaches_nothing_outside(python: Interpreter, code: str, answer: st
     assert python.run("6*7") == ("42", False)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import time; time.sleep(99)",
-        "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
-    ],
-)
+@pytest.mark.parametrize("code", ["import time; time.sleep(99)", "while True: pass"])
 def test_a_call_that_takes_too_long_ends_and_says_so(python: Interpreter, code: str) -> None:
     assert python.run("kept = 1") == ("(no output)", False)
     assert python.run("kept + 1") == ("2", False)
     said, failed = python.run(code)
-    assert (said.endswith("; what it defined is lost"), failed) == (True, True)
-    assert said.startswith(("more than 1 s of processor time", "no end after 2 s"))
+    assert (said, failed) == ("no end after 2 s; what it defined is lost", True)
     assert python.run("kept") == ("line 1: NameError: name 'kept' is not defined", True)
-
-
-def test_processes_of_code_end_with_its_call(python: Interpreter) -> None:
-    left = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    time.sleep(1000)"
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    assert python.run("6*7") == ("42", False)
-    own = {child.pid for child in psutil.Process().children(recursive=True)} - before
-    assert python.run(left) == ("(no output)", False)
-    assert {child.pid for child in psutil.Process().children(recursive=True)} - before == own
 
 
 def test_without_bubblewrap_the_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,20 +197,6 @@ def test_a_command_of_the_users_runs_the_code_in_place_of_bubblewrap() -> None:
     tool.close()
     with pytest.raises(UserError, match="its sandbox does not run: the interpreter ended"):
         Python.prepare(container=["false"])
-
-
-def test_descriptors_of_code_have_the_same_numbers_in_every_process() -> None:
-    """However many files this process holds open: a replay answers the same."""
-    code = "import os; f = open(os.__file__); f.fileno()"
-    answers = set()
-    with contextlib.ExitStack() as stack:
-        for _ in range(3):
-            interpreter = Interpreter(seconds=1, memory_mb=256, characters=300)
-            stack.callback(interpreter.close)
-            answers.add(interpreter.run(code))
-            for _ in range(100):
-                stack.enter_context(open(os.devnull))
-    assert answers == {("5", False)}
 
 
 def test_an_episode_of_python_keeps_its_names() -> None:

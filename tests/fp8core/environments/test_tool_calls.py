@@ -1,4 +1,4 @@
-"""Tool calls in three formats, of texts that a model writes and of texts that nobody would."""
+"""Tool calls, of texts that a model writes and of texts that nobody would."""
 
 import json
 import time
@@ -6,25 +6,19 @@ import time
 import pytest
 
 from fp8core.environments.protocol import Tool
-from fp8core.environments.tool_calls import DEEPEST, MOST_CALLS, TOOL_CALLS
+from fp8core.environments.tool_calls import DEEPEST, MOST_CALLS, TOOL_CALLS, parse_calls
 
 EXPRESSION = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 ONE = (Tool("calculate", "", EXPRESSION),)
-TWO = (*ONE, Tool("guess", "", {"properties": {"number": {}}}), Tool("add", "", {"properties": {"a": {}, "b": {}}}))
 QWEN = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "3*4"}}\n</tool_call>'
-MARKS = ("calculate", {"expression": "</think> and <think>"})
-SAYS_MARKS = QWEN.replace("3*4", MARKS[1]["expression"])
-LLAMA = '{"name": "calculate", "parameters": {"expression": "3*4"}}'
 CALL = ("calculate", {"expression": "3*4"})
-SURROGATE = r'{"name": "\ud800", "arguments": {}, "parameters": {}}'
 
 
 def parse(form, text, tools=ONE):
     """Calls as pairs, and why one is malformed; what is found can be stored."""
-    calls, malformed = TOOL_CALLS[form](text, tools)
+    calls, malformed = parse_calls(form, text, tools)
     assert not (calls and malformed)
-    json.dumps([call._asdict() for call in calls], allow_nan=False, ensure_ascii=False).encode()
-    malformed.encode()
+    json.dumps([call._asdict() for call in calls])
     return [tuple(call) for call in calls], malformed
 
 
@@ -38,14 +32,9 @@ def parse(form, text, tools=ONE):
         ("qwen", f"<think>\n{QWEN}", []),
         ("qwen", f"thoughts begun by the template</think>{QWEN}", [CALL]),
         ("qwen", f"thoughts begun by the template, as {QWEN}</think>The answer is 12.", []),
-        ("qwen", SAYS_MARKS, [MARKS]),
-        ("qwen", f"<think>a</think>{QWEN}<think>or {QWEN}</think>{SAYS_MARKS}", [CALL, MARKS]),
+        ("qwen", f"<think>a</think>{QWEN}<think>or {QWEN}</think>", [CALL]),
         ("qwen", "The answer is 12.", []),
         ("qwen", '<tool_call>{"name": "é☃", "arguments": {"a": [1, null, {"b": 2.5}]}}</tool_call>', None),
-        ("llama3", LLAMA, [CALL]),
-        ("llama3", f"<|python_tag|>{LLAMA}", [CALL]),
-        ("llama3", f" {LLAMA} ; {LLAMA}\n", [CALL, CALL]),
-        ("llama3", f"I call {LLAMA}", []),
         ("plain", "[3*4]", [CALL]),
         ("plain", "so [3*4] and [3*4]", [CALL, CALL]),
         ("qwen", QWEN * MOST_CALLS, [CALL] * MOST_CALLS),
@@ -58,35 +47,14 @@ def test_calls(form, text, calls):
 
 
 @pytest.mark.parametrize(
-    ("text", "calls", "malformed"),
-    [
-        ("[calculate:3*4]", [CALL], ""),
-        ("[guess:7]", [("guess", {"number": "7"})], ""),
-        ("[3*4]", [], "no tool is called '3*4'"),
-        ("[add:1]", [], "add takes 2 arguments, a plain call has one"),
-    ],
-)
-def test_plain_calls_of_several_tools_name_them(text, calls, malformed):
-    assert parse("plain", text, TWO) == (calls, malformed)
-
-
-@pytest.mark.parametrize(
     ("form", "text", "malformed"),
     [
         ("qwen", "<tool_call>{", "is not closed"),
         ("qwen", f"<tool_call>{QWEN}", "no JSON"),
-        ("qwen", "<tool_call>{} {}</tool_call>", "more than one"),
         ("qwen", '<tool_call>{"name": 1, "arguments": {}}</tool_call>', "an object with a name"),
         ("qwen", '<tool_call>{"name": "a"}</tool_call>', "arguments of a call is an object"),
-        ("qwen", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is no number"),
-        ("qwen", '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>', "1e999 is no number"),
-        ("qwen", f"<tool_call>{SURROGATE}</tool_call>", "surrogates not allowed"),
         ("qwen", QWEN * (MOST_CALLS + 1), f"more than {MOST_CALLS} calls"),
-        ("llama3", "<|python_tag|>print(1)", "no JSON"),
-        ("llama3", '{"answer": 12}', "an object with a name"),
-        ("llama3", f"{LLAMA} and {LLAMA}", "text after the call"),
         ("plain", "[3*4", "is not closed"),
-        ("plain", "[\ud800]", "a lone surrogate"),
     ],
 )
 def test_what_is_no_call_is_malformed_and_says_why(form, text, malformed):
@@ -97,16 +65,13 @@ def test_what_is_no_call_is_malformed_and_says_why(form, text, malformed):
     assert len(why) < 300
 
 
-@pytest.mark.parametrize(
-    ("form", "text"), [("plain", "The list is [1, 2]"), ("llama3", '{"answer": 3}'), ("qwen", "<tool_call>{")]
-)
+@pytest.mark.parametrize(("form", "text"), [("plain", "The list is [1, 2]"), ("qwen", "<tool_call>{")])
 def test_without_tools_nothing_is_malformed(form, text):
     assert parse(form, text, ()) == ([], "")
 
 
-@pytest.mark.parametrize(("form", "text"), [("llama3", LLAMA), ("qwen", QWEN)])
-def test_without_tools_a_whole_call_is_one_of_those_that_the_environment_has_explained(form, text):
-    assert parse(form, text, ()) == parse(form, text)
+def test_without_tools_a_whole_call_is_one_of_those_that_the_environment_has_explained():
+    assert parse("qwen", QWEN, ()) == parse("qwen", QWEN)
 
 
 @pytest.mark.parametrize("depth", [DEEPEST - 2, DEEPEST - 1, 100_000])
@@ -114,11 +79,9 @@ def test_without_tools_a_whole_call_is_one_of_those_that_the_environment_has_exp
 def test_json_of_any_depth(depth, opened, closed):
     """What is returned can be written and sent by functions that call themselves. The call adds two levels."""
     nested = opened * depth + "1" + closed * depth
-    for form, key in (("qwen", "arguments"), ("llama3", "parameters")):
-        call = f'{{"name": "a", "{key}": {{"x": {nested}}}}}'
-        calls, malformed = parse(form, f"<tool_call>{call}</tool_call>" if form == "qwen" else call)
-        assert bool(calls) == (depth + 2 <= DEEPEST)
-        assert malformed == ("" if calls else f"JSON is deeper than {DEEPEST}")
+    calls, malformed = parse("qwen", f'<tool_call>{{"name": "a", "arguments": {{"x": {nested}}}}}</tool_call>')
+    assert bool(calls) == (depth + 2 <= DEEPEST)
+    assert malformed == ("" if calls else f"JSON is deeper than {DEEPEST}")
 
 
 N = 200_000
@@ -130,10 +93,7 @@ HOSTILE = [
     "<tool_call>" * N + "</tool_call>" * N,
     "<tool_call>{</think>}</tool_call><think>" * N,
     "[" * N + "]" * N,
-    "<|python_tag|>" + " " * N + "{",
-    f"{LLAMA};" * (N // 10),
-    LLAMA + " " * N + ";" + " " * N,
-    '{"name": "a", "parameters": {' + '"k": 1,' * N + '"k": 1}}',
+    '{"name": "a", "arguments": {' + '"k": 1,' * N + '"k": 1}}',
 ]
 
 

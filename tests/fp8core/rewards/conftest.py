@@ -9,7 +9,7 @@ from fp8core.rewards.verifier import VerifierPool, build_verifier
 
 # A completion is what the function does, in Python.
 HOSTILE = """
-import os, subprocess, time
+import os, time
 
 from fp8core.rewards.scorer import Verdict
 
@@ -20,12 +20,6 @@ def score(prompt, completion, reference, finish):
 
 def fail(text):
     raise ValueError(f"no good: {text}\\nand a hint")
-
-
-def daemon(path, then):
-    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    open(path, "w").write(str(child.pid))
-    return then()
 """
 
 

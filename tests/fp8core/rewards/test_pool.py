@@ -5,7 +5,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import wait_for
 
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import RIGHT, Verdict
@@ -17,12 +16,12 @@ StartPool = Callable[..., VerifierPool]
 @pytest.fixture(scope="module")
 def pool(start_pool: StartPool, hostile_file: Path) -> VerifierPool:
     # The machine may be busy: time limits are met by what never ends, and by nothing else.
-    return start_pool(f"{hostile_file}:score", cpu_seconds=0.5, timeout_seconds=8, memory_mb=256)
+    return start_pool(f"{hostile_file}:score", timeout_seconds=8, memory_mb=256)
 
 
 @pytest.fixture(scope="module")
 def impatient(start_pool: StartPool, hostile_file: Path) -> VerifierPool:
-    return start_pool(f"{hostile_file}:score", cpu_seconds=60, timeout_seconds=0.5, workers=1)
+    return start_pool(f"{hostile_file}:score", timeout_seconds=0.5, workers=1)
 
 
 def ask(pool: VerifierPool, *completions: str) -> list[Verdict]:
@@ -51,7 +50,6 @@ def test_verdicts_come_in_the_order_of_the_answers(pool: VerifierPool) -> None:
         ("fail(chr(0xd800))", "ValueError: no good: \\ud800"),
         ("fail('long ' * 100_000)", "ValueError: no good: long long"),
         ("os._exit(3)", "its process ended (exit code 3)"),
-        ("9 ** 9 ** 9", Verdict(0.0, "timeout", "more than 0.5 s of processor time")),
     ],
 )
 def test_what_a_function_returns_or_raises(pool: VerifierPool, completion: str, verdict: Verdict | str) -> None:
@@ -70,16 +68,6 @@ def test_those_behind_one_that_hangs_are_checked_by_another(impatient: VerifierP
     verdicts = ask(impatient, "1", "time.sleep(99)", *(f"{n} == 18" for n in range(10, 40)))
     assert verdicts[1] == Verdict(0.0, "timeout", "no reply after 0.5 s")
     assert [verdict.outcome for verdict in verdicts[2:]] == ["right" if n == 18 else "wrong" for n in range(10, 40)]
-
-
-@pytest.mark.parametrize(
-    ("ending", "outcome"), [("True", "right"), ("os._exit(3)", "crashed"), ("time.sleep(99)", "timeout")]
-)
-def test_a_daemon_ends_with_its_answer(impatient: VerifierPool, tmp_path: Path, ending: str, outcome: str) -> None:
-    (said,) = ask(impatient, f"daemon({str(tmp_path / 'pid')!r}, lambda: {ending})")
-    assert said.outcome == outcome
-    pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not psutil.pid_exists(pid))
 
 
 def test_closing_ends_the_processes(start_pool: StartPool, hostile_file: Path) -> None:
@@ -125,7 +113,10 @@ def test_a_file_has_options_and_neighbours_and_a_module_is_looked_for_where_pyth
         ("def score(:", "cannot be imported: SyntaxError"),
         ("import os; os._exit(7)", "its process ended while it was imported"),
         ("score = 3", "has no function score"),
-        ("def score(prompt): ...", "it is called as f(prompt, completion, reference, finish), and is defined as f"),
+        (
+            "def score(prompt): ...",
+            "it is called as score(prompt, completion, reference, finish), and is defined as",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_had_is_one_line_at_the_start(
