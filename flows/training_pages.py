@@ -19,7 +19,6 @@ import httpx
 from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -90,7 +89,8 @@ class TrainingPages:
 
     def start(self, page: str) -> None:
         """Show the MLflow run at `page`; what a killed process of this run left as running has crashed."""
-        self._ask(lambda: self._link(page))
+        key = artifact_key(self._run.directory.path.name, "mlflow")
+        self._ask(lambda: create_markdown_artifact(f"[MLflow run]({page})", key, "Metrics, models and files."))
         self._ask(self._settle)
 
     def begin_step(self, index: int, after: Collection[State[Any]]) -> None:
@@ -201,17 +201,6 @@ class TrainingPages:
                 earlier = self._request("read_flow_run", training)
                 if earlier.state_type == StateType.RUNNING:
                     self._set_state(earlier.id, crashed)
-
-    def _link(self, page: str) -> None:
-        key, text = artifact_key(self._run.directory.path.name, "mlflow"), f"[MLflow run]({page})"
-        made = ArtifactCreate(
-            type="markdown",
-            key=key,
-            description="Metrics, models and files.",
-            data=text,
-            flow_run_id=self._training_id,
-        )
-        self._request("create_artifact", made)
 
 
 def artifact_key(run: str, name: str) -> str:

@@ -3,7 +3,6 @@
 import argparse
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 from fp8core.store.outputs import Output
 
@@ -20,10 +19,6 @@ def add_overrides(parser: argparse.ArgumentParser, text: str = "override a setti
 def add_output(parser: argparse.ArgumentParser, option: str, text: str, default: str | None = None) -> None:
     """A file to write, as an `Output`; one that may not be written is refused before any work (UserError)."""
     parser.add_argument(option, type=lambda path: Output(option, path), default=default, metavar="FILE", help=text)
-
-
-def add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", type=Path, metavar="TARGET", help="folder to be made")
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:

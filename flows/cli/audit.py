@@ -4,7 +4,6 @@ import argparse
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from flows.environment import bound_mlflow_requests, set_engine_variables
 from flows.launch import long_part, say
 from flows.run_lookup import admit_code, description_of, enter_origin, find_run
 from flows.termination import ExitCode
-from fp8core.errors import UserError, printable, without_passwords
+from fp8core.errors import UserError, printable
 
 if TYPE_CHECKING:
     from fp8core.config.run import KeepConfig
@@ -28,12 +27,6 @@ if TYPE_CHECKING:
 def add_commands(commands: Any) -> None:
     parser = commands.add_parser("verify", help="check every digest of a run and the chain of its steps")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
-    parser.add_argument(
-        "--tracking-uri",
-        type=_store,
-        metavar="URI",
-        help="ask this MLflow for the head of the chain, not the one that the folder names; `none` asks nobody",
-    )
     add_output(parser, "--json", "write run, findings and counts as JSON")
     parser.set_defaults(command=verify_run)
     parser = commands.add_parser("compare", help="name the first difference between two runs")
@@ -53,8 +46,7 @@ def _add_replay(commands: Any) -> None:
     parser.add_argument("run", metavar="RUN", help="a run (name or folder); it is only read, and may be live")
     which, step = parser.add_mutually_exclusive_group(required=True), at_least(0)
     which.add_argument("--step", type=step, metavar="N", help="the step; 0 is the warm start and first evaluation")
-    which.add_argument("--from", type=step, dest="first", metavar="N", help="the first of several steps")
-    parser.add_argument("--to", type=step, dest="last", metavar="M", help="the last of them (default: of the run)")
+    which.add_argument("--from", type=step, dest="first", metavar="N", help="this step and all after it")
     add_overrides(parser, "replay under another setting, to see what it changes")
     add_trust(parser)
     add_output(parser, "--json", "write the verdicts as JSON")
@@ -73,7 +65,7 @@ def verify_run(options: argparse.Namespace) -> int:
     bound_mlflow_requests()
     quiet_store_logs()
     # Before the folder is read: a live run commits more meanwhile.
-    published = None if options.tracking_uri == "none" else published_head(folder, options.tracking_uri)
+    published = published_head(folder)
     view, provenance, links = RunView.read(folder), Provenance(), dict[int, str]()
 
     def report(more: int) -> None:
@@ -88,16 +80,12 @@ def verify_run(options: argparse.Namespace) -> int:
     size = verified_bytes(view)
     with long_part("MiB verified") as progress:
         findings = list(verify(view, report, watch))
-    anchors = {}
-    if published is not None:
-        compared = compare_head(published, links)
-        if isinstance(compared, str):
-            anchors["MLflow"] = compared
-        else:
-            findings.append(compared)
+    compared = compare_head(published, links)
     say(provenance.text(view))
-    for name, line in anchors.items():
-        say(f"{name:<16}{line}")
+    if isinstance(compared, str):
+        say(f"{'MLflow':<16}{compared}")
+    else:
+        findings.append(compared)
     for finding in findings:
         say(finding)
     counts = _counts(view, findings) | {"bytes": read, "seconds": time.perf_counter() - began}
@@ -109,7 +97,7 @@ def verify_run(options: argparse.Namespace) -> int:
     if options.json is not None:
         content = {
             "run": provenance.content(view),
-            "anchors": anchors,
+            "anchors": {"MLflow": compared} if isinstance(compared, str) else {},
             "findings": [asdict(finding) for finding in findings],
             "counts": counts,
         }
@@ -129,19 +117,6 @@ def _counts(view: "RunView", findings: "list[Finding]") -> dict[str, float]:
         "errors": sum(finding.severity == "error" for finding in findings),
         "notes": sum(finding.severity == "note" for finding in findings),
     }
-
-
-def _store(text: str) -> str:
-    from pydantic import ValidationError
-
-    from fp8core.config.run import TrackingConfig
-
-    try:
-        TrackingConfig(uri=None if text == "none" else text)
-    except ValidationError:
-        expected = "none, http(s)://HOST or a database, as sqlite:///FILE"
-        raise argparse.ArgumentTypeError(f"expected {expected}, found {without_passwords(text)!r}") from None
-    return text
 
 
 def compare_runs(options: argparse.Namespace) -> int:
@@ -180,10 +155,21 @@ def _verdict(found: "Comparison") -> str:
 
 def replay_steps(options: argparse.Namespace) -> int:
     """Replay, print a verdict a step, and write them; returns 1 when a step is different, raises UserError."""
-    if options.last is not None and options.first is None:
-        raise UserError("--to: names the last of several steps; give the first by --from")
-    verdicts = []
-    for verdict in _verdicts(options):
+    from fp8core.report.console import Console
+    from fp8core.run.replay import RunSnapshot, replay
+
+    folder, here, overrides, verdicts = find_run(options.run), Path.cwd(), options.overrides, []
+    enter_origin(folder)
+    admit_code(folder, overrides, here, trust=options.trust)
+    original = RunSnapshot.read(folder)
+    first, last = (
+        (options.step, options.step) if options.first is None else (options.first, original.ledger.last_step())
+    )
+    if last is None or last < first:
+        raise UserError(f"--from {first}: the last step is {last}")
+    original.refuse_unknown(first)
+    set_engine_variables(original.config(first, overrides))
+    for verdict in replay(original, range(first, last + 1), overrides, Console(sys.stderr, last)):
         say("\n".join(verdict_lines(verdict)))
         verdicts.append(verdict)
     equal = verdicts[-1].outcome != "different"
@@ -200,38 +186,6 @@ def verdict_lines(verdict: "ReplayResult") -> list[str]:
     labels = ("largest difference" if verdict.outcome == "within" else "first difference", "there")
     lines += [f"{label}: {text}" for label, text in zip(labels, verdict.difference, strict=False)]
     return [lines[0], *(f"  {line}" for line in lines[1:])]
-
-
-def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
-    from fp8core.report.console import Console
-    from fp8core.run.replay import RunSnapshot, replay
-
-    folder, here, overrides = find_run(options.run), Path.cwd(), options.overrides
-    enter_origin(folder)
-    admit_code(folder, overrides, here, trust=options.trust)
-    original = RunSnapshot.read(folder)
-    steps = _range(options, original.ledger.last_step())
-    original.refuse_unknown(steps[0])
-    set_engine_variables(original.config(steps[0], overrides))
-    for verdict in replay(original, steps, overrides, Console(sys.stderr, steps.stop - 1)):
-        yield verdict
-        if verdict.outcome == "different" and verdict.step < steps[-1]:
-            after = steps[steps.index(verdict.step) + 1 :]
-            say(f"not replayed: {_named(after)}, which start from what step {verdict.step} gave", sys.stderr)
-
-
-def _range(options: argparse.Namespace, newest: int | None) -> range:
-    first = options.step if options.first is None else options.first
-    last = first if options.first is None else newest if options.last is None else options.last
-    if options.last is not None and options.last < first:
-        raise UserError(f"--to {options.last}: it is before --from {first}")
-    if last is None or last < first:
-        raise UserError(f"--from {first}: the last step is {last}")
-    return range(first, last + 1)
-
-
-def _named(steps: range) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def collect(options: argparse.Namespace) -> int:

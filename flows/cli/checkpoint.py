@@ -2,26 +2,21 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flows.cli.arguments import add_target, add_trust
+from flows.cli.arguments import add_trust
 from flows.environment import set_engine_variables
 from flows.launch import say, stopped
 from flows.run_lookup import admit_code, enter_origin, find_run
 from flows.termination import ExitCode
 
-if TYPE_CHECKING:
-    from fp8core.config.run import RunConfig
-    from fp8core.run.export import ExportedPolicy
-
 
 def add_commands(commands: Any) -> None:
     parser = commands.add_parser("export", help="write the policy after a step as a Hugging Face folder")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder); it is only read, and may be live")
-    add_target(parser)
+    parser.add_argument("target", type=Path, metavar="TARGET", help="folder to be made")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step; 0 is the initial policy")
     parser.add_argument(
         "--format",
@@ -37,8 +32,9 @@ def export_step(options: argparse.Namespace) -> int:
     """Returns the exit code (1: the policy cannot be restored equal), raises UserError."""
     import torch
 
+    from fp8core.models.quantised_checkpoint import write_quantised
     from fp8core.report.console import Console
-    from fp8core.run.export import export, refuse_existing, refuse_format, stored_policy
+    from fp8core.run.export import copy_folder, export, refuse_existing, refuse_format, stored_policy, write_adapter
     from fp8core.run.recompute import RedoError
     from fp8core.run.replay import FAILURES, RunSnapshot
 
@@ -49,32 +45,22 @@ def export_step(options: argparse.Namespace) -> int:
     admit_code(folder, (), here, trust=options.trust)
     original = RunSnapshot.read(folder)
     original.refuse_unknown(options.step)
-    refuse_format(original.config(options.step), options.format)
-    set_engine_variables(original.config(options.step))
+    config = original.config(options.step)
+    refuse_format(config, options.format)
+    set_engine_variables(config)
+    # Layers that the rollouts kept in BF16 stay so.
+    precision = config.precision
+    ends = {"first_layers": precision.bf16_first_layers, "last_layers": precision.bf16_last_layers}
     try:
         with stored_policy(original, options.step, Console(sys.stderr, options.step)) as policy:
-            export(
-                original,
-                options.step,
-                policy,
-                options.format,
-                target,
-                _writer(options.format, policy, original.config(options.step)),
-            )
+            write = {
+                "bf16": partial(copy_folder, policy.folder),
+                "fp8": partial(write_quantised, policy.folder, tiles=precision.recipe.weights, **ends),
+                "peft": partial(write_adapter, policy, config),
+            }[options.format]
+            export(original, options.step, policy, options.format, target, write)
     except (RedoError, *FAILURES) as error:
         return stopped(f"the policy after step {options.step} cannot be restored: {error}", ExitCode.FAILED)
     over = ", over the export of --step 0" if options.format == "peft" else ""
     say(f"{options.target}: the policy after step {options.step} of {folder.name} in {options.format}{over}")
     return ExitCode.DONE
-
-
-def _writer(written: str, policy: "ExportedPolicy", config: "RunConfig") -> Callable[[Path], object]:
-    from fp8core.models.quantised_checkpoint import write_quantised
-    from fp8core.run.export import copy_folder, write_adapter
-
-    if written == "fp8":
-        # Layers that the rollouts kept in BF16 stay so.
-        precision = config.precision
-        ends = {"first_layers": precision.bf16_first_layers, "last_layers": precision.bf16_last_layers}
-        return partial(write_quantised, policy.folder, tiles=precision.recipe.weights, **ends)
-    return partial(write_adapter, policy, config) if written == "peft" else partial(copy_folder, policy.folder)

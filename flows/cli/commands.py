@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from gc import freeze
 from importlib.metadata import version
 from io import TextIOWrapper
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flows.cli import audit, bisect, checkpoint, configuration, doctor, evaluate, parity, report, training, up
 from flows.environment import disable_telemetry, leave_working_directory_out
-from flows.launch import say, stopped
+from flows.launch import stopped
 from flows.termination import ExitCode
 from fp8core.config.run import RunConfig
 from fp8core.config.section import places_of, suggestion
@@ -59,10 +59,6 @@ def call(arguments: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """Parser whose errors are one line, as those of all user mistakes are."""
 
-    def print_help(self, file: Any = None) -> None:
-        # argparse ignores an output that cannot be written.
-        say(self.format_help().rstrip(), file)
-
     def error(self, message: str) -> NoReturn:
         choice = re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice is not None:
@@ -70,12 +66,6 @@ class _Parser(argparse.ArgumentParser):
             known = suggestion(word, re.findall(r"[\w-]+", choice[3]))
             message = f"argument {argument}: there is no {word!r}; {known}"
         self.exit(ExitCode.MISTAKE, f"{self.prog}: {message}\n")
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        say(f"fp8-grpo {version('fp8-grpo')}")
-        parser.exit(ExitCode.DONE)
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -101,7 +91,7 @@ def _settings_meant(options: argparse.Namespace, others: Sequence[str]) -> Itera
 
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parser.add_argument("--version", action="version", version=f"fp8-grpo {version('fp8-grpo')}")
     commands = parser.add_subparsers(metavar="COMMAND")
     for subject in _SUBJECTS:
         subject.add_commands(commands)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Self
 
 import psutil
 import yaml
@@ -56,39 +56,24 @@ class Stopped(Exception):
 class Service:
     """A child with a process group and a log of its own: neither Ctrl-C nor a signal to our group reaches it."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self.name, self._log = name, log
-        with log.open("ab") as output:
-            self._begin = output.tell()
-            self._process = subprocess.Popen(
-                command,
-                env=dict(environment),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._name, self._log = name, log
+        with log.open("wb") as output:
+            self._process = _start(arguments, environment, output)
 
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.poll()
-
-    def death(self) -> ServiceError:
-        with self._log.open("rb") as log:
-            log.seek(self._begin)
-            reason = last_words(log.read().decode(errors="replace"))
-        return ServiceError(f"{self.name} ended with {self.exit_code}: {reason} (log: {self._log})")
+    def check(self) -> None:
+        """Raises ServiceError: it has ended."""
+        if (code := self._process.poll()) is not None:
+            reason = last_words(self._log.read_text("utf-8", errors="replace"))
+            raise ServiceError(f"{self._name} ended with {code}: {reason} (log: {self._log})")
 
     def stop_children(self) -> None:
         """Request the end of a worker's trainings, and wait for them: the worker reports it."""
-        if self.exit_code is not None:
-            return
-        trainings = psutil.Process(self._process.pid).children()
-        for training in trainings:
-            with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            trainings = psutil.Process(self._process.pid).children()
+            for training in trainings:
                 training.terminate()
-        psutil.wait_procs(trainings, timeout=_STEP_SECONDS)
+            psutil.wait_procs(trainings, timeout=_STEP_SECONDS)
 
     def stop(self) -> None:
         self._process.terminate()
@@ -101,6 +86,21 @@ class Service:
         """End all that is left of its process group, a worker's trainings included."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _start(
+    arguments: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | int
+) -> "subprocess.Popen[bytes]":
+    """Our Python with these arguments, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=dict(environment),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 class Services:
@@ -137,7 +137,7 @@ class Services:
     def start(self, name: str, arguments: Sequence[str], is_ready: Callable[[], bool]) -> Service:
         """Start our Python with `arguments`, and wait until it is ready."""
         log = self._logs / f"{name.replace(' ', '-')}.log"
-        service = Service(name, [sys.executable, *arguments], self._environment, log)
+        service = Service(name, arguments, self._environment, log)
         self._services.append(service)
         say(f"waiting for: {name}")
         deadline = time.monotonic() + _START_SECONDS
@@ -153,8 +153,7 @@ class Services:
         if self._signals:
             raise Stopped(self._signals[0])
         for service in self._services:
-            if service.exit_code is not None:
-                raise service.death()
+            service.check()
 
 
 def add_commands(commands: Any) -> None:
@@ -260,14 +259,12 @@ def _serve(services: Services, api: str, login: str, environment: Mapping[str, s
             _make_pool(client, pool)
         _deploy(client, environment)
         services.pause_pools = partial(_pause, api, login, served)
-        worker = f"{socket.gethostname()}-{os.getpid()}"
         for pool in served:
             _end_lost_runs(client, pool)
             # It begins the next run when the process of one has ended.
-            options = ["--pool", pool, "--limit", "1", "--type", "process", "--name", worker]
+            options = ["--pool", pool, "--limit", "1", "--type", "process"]
             arguments = [*installed("prefect"), "worker", "start", *options]
-            polls = partial(_is_online, client, pool, worker)
-            services.workers.append(services.start(f"worker of {pool}", arguments, polls))
+            services.workers.append(services.start(f"worker of {pool}", arguments, partial(_is_online, client, pool)))
     return served
 
 
@@ -309,17 +306,11 @@ def _deploy(client: "SyncPrefectClient", environment: Mapping[str, str]) -> None
         file = Path(folder, "prefect.yaml")
         file.write_text(yaml.safe_dump(declared, sort_keys=False), "utf-8")
         say("waiting for: prefect deploy")
-        done = subprocess.run(
-            [sys.executable, *installed("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)],
-            env=dict(environment),
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    if done.returncode:
-        raise ServiceError(f"prefect deploy ended with {done.returncode}: {last_words(done.stdout.decode())}")
+        arguments = [*installed("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+        deploy = _start(arguments, environment, subprocess.PIPE)
+        said, _ = deploy.communicate()
+    if deploy.returncode:
+        raise ServiceError(f"prefect deploy ended with {deploy.returncode}: {last_words(said.decode())}")
 
 
 def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:
@@ -334,7 +325,7 @@ def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:
     from prefect.client.schemas.objects import StateType
     from prefect.states import Crashed
 
-    if _online(client, pool):
+    if _is_online(client, pool):
         return
     begun = FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING, StateType.CANCELLING])
     of_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
@@ -344,10 +335,7 @@ def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:
         client.set_flow_run_state(run.id, Crashed(message="its worker is gone; a retry continues the run"), force=True)
 
 
-def _is_online(client: "SyncPrefectClient", pool: str, worker: str) -> bool:
-    return worker in _online(client, pool)
-
-
-def _online(client: "SyncPrefectClient", pool: str) -> set[str]:
+def _is_online(client: "SyncPrefectClient", pool: str) -> bool:
+    """True if a worker of the pool is at work."""
     found = client.read_workers_for_work_pool(pool)
-    return {worker.name for worker in found if worker.status is not None and worker.status.value == "ONLINE"}
+    return any(worker.status is not None and worker.status.value == "ONLINE" for worker in found)

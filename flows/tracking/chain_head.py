@@ -21,12 +21,12 @@ class PublishedHead(NamedTuple):
     """The MLflow run, in words."""
 
 
-def published_head(folder: Path, store: str | None) -> PublishedHead | Finding:
-    """The head that MLflow holds of a run, or a note why it cannot be read; `store` None is that of the folder."""
+def published_head(folder: Path) -> PublishedHead | Finding:
+    """The head that MLflow holds of a run, or a note why it cannot be read."""
     try:
         if (record := read_record(folder)) is None:
             raise UserError("it has no tracking.json")
-        uri = store_of_folder(record.uri, folder, store)
+        uri = store_of_folder(record.uri, folder)
         with store_errors(uri):
             run = existing_store(uri).get_run(record.run_id)
         place = f"MLflow run {run.info.run_id} in {without_passwords(uri)}"

@@ -41,7 +41,7 @@ def test_a_run_that_is_the_working_directory(folder, run_copy):
     dropped = ("PYTHONSAFEPATH", "PREFECT_API_URL", "MLFLOW_TRACKING_URI")
     inherited = {key: value for key, value in os.environ.items() if key not in dropped}
     environment = {**inherited, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(program), "verify", ".", "--tracking-uri", "none"]
+    command = [sys.executable, str(program), "verify", "."]
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (folder.parent / "imported").exists()
@@ -85,7 +85,7 @@ def test_code_that_a_run_names_is_imported_by_no_command_without_trust(
         assert f"its run.json names code that would run here: {named}; --trust" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     # The records name another configuration.
-    assert main(["verify", place, "--tracking-uri", "none"]) == 1
+    assert main(["verify", place]) == 1
     assert main(["gc", place]) == 0
     assert main(["report", place]) == 0
     assert main(["compare", place, place]) == 0

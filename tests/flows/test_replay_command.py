@@ -34,13 +34,12 @@ def test_equal_steps_are_a_line_each(whole_run, replay, tmp_path):
 
 
 def test_a_difference_comes_after_its_causes_and_ends_the_replay(whole_run, replay, tmp_path):
-    arguments = ("--from", 1, "--to", 3, "--set", "precision.training.linear=bf16", "--json", tmp_path / "out.json")
-    code, lines, errors = replay(whole_run.folder, *arguments)
+    arguments = ("--from", 1, "--set", "precision.training.linear=bf16", "--json", tmp_path / "out.json")
+    code, lines, _ = replay(whole_run.folder, *arguments)
     assert code == 1
     assert lines[0].startswith("step 1: different (exact; ")
     assert lines[1] == "  precision differs: training.linear fp8_block -> bf16"
     assert re.match(r"  first difference: outputs\.logprobs\.\w+: \w{16} \(\d+ bytes\) against ", lines[2])
     assert lines[3].startswith("  there: ")
     assert len(lines) == 4
-    assert errors.endswith("not replayed: steps 2 to 3, which start from what step 1 gave\n")
     assert json.loads((tmp_path / "out.json").read_text())["equal"] is False

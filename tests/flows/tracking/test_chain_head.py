@@ -80,7 +80,6 @@ def test_a_run_that_was_rewritten_consistently_is_found(published, runs, capsys)
     code, _, (found,) = verify(capsys, published.folder)
     assert code == 1
     assert f"was told the record {head}, this folder has " in found
-    assert verify(capsys, published.folder, "--tracking-uri", "none")[::2] == (0, [])
     MlflowClient(default_tracking_uri(runs)).set_tag(
         read_record(published.folder).run_id, "chain_head", f"9:{64 * 'a'}"
     )
