@@ -52,9 +52,6 @@ class FlowExecution(Execution):
             self._intervals.append((began, time.perf_counter()))
             return result
 
-        if index == START and self._stop.requested:
-            run.console.note(f"stopped before {name} of step 0")
-            self._stop.carry_out()
         if name not in self._calls:
             self._calls[name] = _as_task(name)(_run_body)
         with self._pages.place():

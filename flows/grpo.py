@@ -92,7 +92,7 @@ def grpo(
 
 
 def train(config: RunConfig, *, new_code: bool = False) -> Summary:
-    """Train from the run's current step to its last step, or to the step, or part of step 0, in which SIGTERM comes."""
+    """Train from the run's current step to its last step, or to the step in which SIGTERM comes."""
     console, name = Console(cast(TextIO, LoggedLines(sys.stdout)), config.steps), run_name(config)
     set_engine_variables(config)
     with (

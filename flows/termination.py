@@ -1,4 +1,4 @@
-"""SIGTERM stops a training when its step, or part of step 0, is committed. Ctrl-C stops it at once."""
+"""SIGTERM stops a training when its step is committed. Ctrl-C stops it at once."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
     TERMINATED = 128 + signal.SIGTERM
 
 
-TOLD = "fp8-grpo: SIGTERM: it stops after this step, or after this part of a start; a second SIGTERM stops it at once\n"
+TOLD = "fp8-grpo: SIGTERM: it stops after this step; a second SIGTERM stops it at once\n"
 _STDERR = 2
 
 

@@ -48,19 +48,10 @@ class InvalidReply(ValueError):
         return message if name == cls.__name__ else None
 
 
-def lost_process(error: BaseException) -> ProcessLost | None:
-    """The loss behind an error, if any: a task may run another again, whose error names that one too."""
-    return _behind(error, ProcessLost)
-
-
-def lost_member(error: BaseException) -> MemberLost | None:
-    """As `lost_process`, of a process of a cluster, which can be replaced."""
-    return _behind(error, MemberLost)
-
-
-def _behind(error: BaseException, *kinds: type[Kind]) -> Kind | None:
+def behind(error: BaseException, kind: type[Kind]) -> Kind | None:
+    """The first error of a kind among an error and its causes: a task may run another again, whose error is its own."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, kinds):
+    while cause is not None and not isinstance(cause, kind):
         cause = cause.__cause__
     return cause
 
@@ -85,14 +76,9 @@ def meant(word: str, known: Iterable[str]) -> str:
     return "" if found is None else f"; did you mean {found}?"
 
 
-# The beginning of a list that stands on lines of its own.
-_LIST = re.compile(r"[,;]?\s+(?:but|expected|must be)\b[^,;]*:$|:$")
-
-
 def first_line(error: BaseException) -> str:
-    """The first line of an error: libraries go on with hints, addresses and lists, whose announcement is cut too."""
-    line, more, _ = str(error).partition("\n")
-    return _LIST.sub("", line.rstrip()) if more else line
+    """The first line of an error: libraries go on with hints, addresses and lists."""
+    return str(error).partition("\n")[0].rstrip(" :")
 
 
 _ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b")

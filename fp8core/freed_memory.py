@@ -10,8 +10,6 @@ import ctypes
 # Options of glibc's `mallopt` (malloc.h). It still releases blocks of 1 GiB, and what is free beyond 2 GiB at the end.
 _TRIM_THRESHOLD = (-1, 2**31 - 1)
 _MMAP_THRESHOLD = (-3, 2**30)
-# The most that older releases take. Any threshold that is set no longer grows with what is freed, so this one is first.
-_LOWER_THRESHOLD = (-3, 2**25)
 # Arenas of other threads end at 64 MB, and are released whole.
 _ARENA_MAX = (-8, 1)
 
@@ -19,6 +17,6 @@ _ARENA_MAX = (-8, 1)
 def keep_freed_memory() -> None:
     """From now on; threads that allocated before keep their arenas. Does nothing where the C library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and (mallopt(*_MMAP_THRESHOLD) or mallopt(*_LOWER_THRESHOLD)):
+    if mallopt is not None and mallopt(*_MMAP_THRESHOLD):
         mallopt(*_TRIM_THRESHOLD)
         mallopt(*_ARENA_MAX)

@@ -1,8 +1,7 @@
 """Functions and classes of the user's own, by path: `module:name`, or `path/to/file.py:name`.
 
-A file is executed from the bytes that its digest is of. Its module hides no other one: where another module has the
-name of the file, its own is made of the digest. Elsewhere it is that of the file, so that other processes can unpickle
-its functions. After `find_neighbours` it finds the files beside it. Their code is in no digest.
+A file is executed from the bytes that its digest is of. Its module is named by the digest, and hides no other one.
+After `find_neighbours` it finds the files beside it. Their code is in no digest.
 """
 
 import hashlib
@@ -121,7 +120,7 @@ _modules: dict[tuple[Path, bytes], ModuleType] = {}
 def _module_of(file: Path, source: bytes) -> ModuleType:
     """A process keeps the module that it executed; an edited file is another module."""
     if (file, source) not in _modules:
-        name = file.stem if _is_free(file) else f"user_code_{_digest(source)[:16]}"
+        name = f"user_code_{_digest(source)[:16]}"
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None, "a name in .py has a loader"
         module = importlib.util.module_from_spec(spec)
@@ -133,14 +132,6 @@ def _module_of(file: Path, source: bytes) -> ModuleType:
             raise
         _modules[file, source] = module
     return _modules[file, source]
-
-
-def _is_free(file: Path) -> bool:
-    """True if an import of the file's name would find this file, and has not found any yet."""
-    if file.stem in sys.modules or "." in file.stem:
-        return False
-    spec = importlib.util.find_spec(file.stem)
-    return spec is not None and spec.origin == str(file)
 
 
 def import_attribute(path: str, place: str) -> Any:

@@ -1,14 +1,11 @@
 """`fp8-grpo bisect`: find the layer or operation that makes a policy's log-probs differ from another precision's.
 
-A run is measured on the rollouts of its last checkpoint's step, with the scales that its next step would use. A
-checkpoint has neither, so a few prompts are calibrated on and completed first.
+A run is measured on the rollouts of its last checkpoint's step, with the scales that its next step would use.
 """
 
 import argparse
-import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flows.cli.arguments import add_output, add_overrides, at_least
 from flows.environment import set_engine_variables
@@ -16,19 +13,13 @@ from flows.launch import long_part, say
 from flows.run_lookup import description_of, find_run
 from flows.termination import ExitCode
 from fp8core.config.load import load_config, reload_config
-from fp8core.config.run import RunConfig, own_code, public_dump
+from fp8core.config.run import own_code, public_dump
 from fp8core.errors import UserError
-
-if TYPE_CHECKING:
-    from fp8core.run.bisection import Subject
 
 
 def add_commands(commands: Any) -> None:
     parser = commands.add_parser("bisect", help="rank layers or operations by their share of the log-prob error")
-    parser.add_argument("target", metavar="RUN|MODEL", help="a run (name or folder), or the folder of a checkpoint")
-    parser.add_argument(
-        "--config", default="tiny", help="where a checkpoint's prompts and settings come from (default tiny)"
-    )
+    parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
     add_overrides(parser)
     parser.add_argument(
         "--against",
@@ -41,15 +32,26 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--prompts", type=at_least(1), default=16, metavar="N", help="how many prompts (default 16)")
     add_output(parser, "--json", "write the ranking as JSON")
-    parser.set_defaults(command=bisect_target)
+    parser.set_defaults(command=bisect_run)
 
 
-def bisect_target(options: argparse.Namespace) -> int:
+def bisect_run(options: argparse.Namespace) -> int:
+    import torch
+
     from fp8core.report.text import bisection_text
+    from fp8core.run.bisection import run_subject
 
-    subject = _subject(options)
-    rollout = subject.config.precision.rollout
-    title = f"{options.target}: {rollout.linear}, {rollout.kv_cache} cache, against {options.against}"
+    folder = find_run(options.run)
+    # A run is measured under its own settings, whatever its pipeline.
+    pipeline = public_dump(load_config("tiny"))["pipeline"]
+    config = reload_config({**description_of(folder).config, "pipeline": pipeline}, options.overrides)
+    for key, path in own_code(config).items():
+        if key in ("loss.policy", "rollout.engine"):
+            raise UserError(f"{folder}: {key}={path} is code that its run.json names, which is never imported here")
+    set_engine_variables(config)
+    torch.set_num_threads(config.threads)
+    subject, rollout = run_subject(config, folder, options.prompts), config.precision.rollout
+    title = f"{options.run}: {rollout.linear}, {rollout.kv_cache} cache, against {options.against}"
     say(f"{title}; {subject.passes(options.by)} passes over {len(subject.task.sequences)} sequences")
     with long_part(f"passes by {options.by}"):
         bisection = subject.bisected(options.against, options.by)
@@ -57,33 +59,3 @@ def bisect_target(options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.write_json({"compared": title, **asdict(bisection)})
     return ExitCode.DONE
-
-
-def _subject(options: argparse.Namespace) -> "Subject":
-    """The run or the checkpoint that is named. Raises UserError: it is neither, or cannot be used."""
-    folder = Path(options.target)
-    if (folder / "config.json").is_file():
-        own = [f"model={json.dumps(str(folder))}", "architecture=null", "warm_start=null"]
-        config = load_config(options.config, [*own, *options.overrides])
-        _prepare(config)
-        from fp8core.run.bisection import checkpoint_subject
-
-        return checkpoint_subject(config, options.prompts)
-    folder = find_run(options.target, load_config(options.config, options.overrides).runs)
-    # A run is measured under its own settings, whatever its pipeline.
-    pipeline = public_dump(load_config("tiny"))["pipeline"]
-    config = reload_config({**description_of(folder).config, "pipeline": pipeline}, options.overrides)
-    for key, path in own_code(config).items():
-        if key in ("loss.policy", "rollout.engine"):
-            raise UserError(f"{folder}: {key}={path} is code that its run.json names, which is never imported here")
-    _prepare(config)
-    from fp8core.run.bisection import run_subject
-
-    return run_subject(config, folder, options.prompts)
-
-
-def _prepare(config: RunConfig) -> None:
-    import torch
-
-    set_engine_variables(config)
-    torch.set_num_threads(config.threads)

@@ -42,7 +42,7 @@ _HERE = ("--host", "127.0.0.1", "--port")
 _START_SECONDS = 300.0
 # Longest time for a server, and for a training with a step to commit, to end.
 _SERVER_SECONDS, _STEP_SECONDS = 15.0, 600.0
-_POLL_SECONDS, _POLLS_A_LOOK = 0.2, 15
+_POLL_SECONDS = 0.2
 
 
 class ServiceError(Exception):
@@ -197,33 +197,22 @@ def up(options: argparse.Namespace) -> int:
             )
             if GPU not in served:
                 say(f"this machine has no GPU: runs of the pool {GPU} wait for a worker (docs/guides/operate.md)")
-            wait(services, partial(_mark_dead, runs, mlflow))
+            wait(services)
     except ServiceError as error:
         return stopped(str(error), ExitCode.FAILED)
     except Stopped as stop:
         return 128 + int(stop.args[0])
 
 
-def wait(services: Services, look: Callable[[], None]) -> NoReturn:
-    """Until a signal comes or a service ends (errors: `Services.check`); meanwhile `look` now and then."""
+def wait(services: Services) -> NoReturn:
+    """Until a signal comes or a service ends (errors: `Services.check`)."""
     try:
         while True:
-            look()
-            for _ in range(_POLLS_A_LOOK):
-                services.check()
-                time.sleep(_POLL_SECONDS)
+            services.check()
+            time.sleep(_POLL_SECONDS)
     except Stopped:
         say("stops; a training at work commits its step first, a second signal ends it at once")
         raise
-
-
-def _mark_dead(runs: Path, mlflow: str) -> None:
-    """Show trainings of this folder that were killed as such in MLflow."""
-    from flows.tracking.record import mark_dead
-    from flows.tracking.store import default_tracking_uri
-
-    for store in (mlflow, default_tracking_uri(runs)):
-        mark_dead(runs, store)
 
 
 def _refuse_taken(ports: Mapping[str, int]) -> None:

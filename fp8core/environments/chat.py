@@ -1,14 +1,9 @@
 """Conversations as tokens: the policy's stand as it drew them, and those of its environment are encoded once.
 
-With a chat template an observation is the difference of two renderings. One is the conversation up to where the policy
-spoke, the other has the environment's answer too. The first must be a prefix of the second, but for what the template
-has begun of the policy's turn (`<think>`). A mark stands for each turn of the policy in both, so the template cannot
-read or rewrite its text. That text is never decoded and encoded again. Thoughts of earlier turns stay where they are,
-also where a template would leave them out.
-
-Where a template leaves tools out, the first message begins with them (`instructions`).
-
-Control tokens come from the template alone: texts of an environment are cut inside theirs (`Tokenizer.plain_pieces`).
+With a chat template an observation is the difference of two renderings: of the conversation up to where the policy
+spoke, and with the environment's answer. The first must be a prefix of the second, but for what the template has begun
+of the policy's turn (`<think>`). A mark stands for each turn of the policy in both: its text is never rewritten, nor
+decoded and encoded again. Control tokens come from the template alone (`Tokenizer.plain_pieces`).
 
 Without a chat template messages follow one another, and `=` precedes each observation (`3*4` -> `[3*4]$=12`).
 """

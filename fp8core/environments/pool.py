@@ -1,8 +1,4 @@
-"""Episodes of an environment, each in a process of its own that is killed with all it started (processes/pool.py).
-
-An environment ends its own episode at most. A crash, a hang, too much memory or output have an outcome with a named
-reason.
-"""
+"""Episodes of an environment, each in a process of its own (processes/pool.py), which ends its own episode at most."""
 
 import math
 import sys
@@ -11,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from typing import Any
 
 from fp8core.environments.protocol import Action, Outcome, Reply, Task
@@ -21,21 +18,18 @@ from fp8core.rewards.scorer import Key
 _CLOSING_SECONDS = 2.0
 
 
+@dataclass(eq=False)
 class _Episode:
     """An episode, what it was asked, and its reply to come; it has a process as soon as there is room for one."""
 
-    def __init__(self, key: Key, task: Task) -> None:
-        self.key = key
-        self.asked: list[Task | Action] = [task]
-        self.process: PoolProcess | None = None
-        self.reply: Future[tuple[Any, float]] | None = None
+    key: Key
+    asked: list[Task | Action]
+    process: PoolProcess | None = None
+    reply: Future[tuple[Any, float]] | None = None
 
 
 class EnvironmentPool:
-    """Episodes by their keys; it is moved by calls of one thread. Satisfies `rollout.episodes.Pool`.
-
-    A call raises UserError where the host of its processes was killed.
-    """
+    """Satisfies `rollout.episodes.Pool`, for one thread. A call raises UserError where the host was killed."""
 
     def __init__(self, name: str, options: Mapping[str, Any], limits: Limits, at_once: int) -> None:
         """Load the environment; of its episodes, `at_once` have a process at the same time.
@@ -60,7 +54,7 @@ class EnvironmentPool:
         if episode in self._resting:
             self.end(episode)
         assert episode not in self._episodes, f"{episode} is open"
-        begun = self._episodes[episode] = _Episode(episode, task)
+        begun = self._episodes[episode] = _Episode(episode, [task])
         self._waiting.append(begun)
         self._launch()
 

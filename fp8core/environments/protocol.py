@@ -1,7 +1,4 @@
-"""The protocol of environments: one starts an episode with messages and tools, and answers the policy turn by turn.
-
-Imported by child processes, hence free of everything heavy.
-"""
+"""The protocol of environments. Imported by child processes, hence free of everything heavy."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -22,8 +19,6 @@ class Tool(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A call that the policy wrote, in the format of its model family."""
-
     name: str
     arguments: Mapping[str, Any]
 
@@ -39,9 +34,7 @@ class Said(NamedTuple):
 class Action:
     """The text of the policy in a turn without the token that ended it, and the calls that were read in it.
 
-    Attributes:
-        malformed: why what looks like a call is none; empty where nothing does.
-        finish: as a completion's: `stop`, `length`, `stop_string`.
+    `malformed`: why what looks like a call is none. `finish`: as a completion's: `stop`, `length`, `stop_string`.
     """
 
     text: str
@@ -112,21 +105,25 @@ class Task:
 
 
 class Environment(Protocol):
-    """One episode. Each lives in a process of its own; whatever it raises ends that episode as `crashed`."""
+    """One episode. Each lives in a process of its own; whatever it raises ends that episode as `crashed`.
+
+    `close` is called once, also after an Outcome, or where `start` failed.
+    """
 
     def start(self, task: Task) -> Turn | Outcome: ...
 
     def step(self, action: Action) -> Turn | Outcome: ...
 
-    def close(self) -> None:
-        """Release what the episode holds; called once, also after an Outcome, or where `start` failed."""
-        ...
+    def close(self) -> None: ...
+
+
+# JSON is of ASCII: a lone surrogate has no bytes.
 
 
 def opening_json(turn: Turn) -> str:
-    """Messages and tools of a first turn, as JSON; the same turn gives the same text."""
+    """Messages and tools of a first turn; the same turn gives the same text."""
     tools = [{**tool._asdict(), "parameters": dict(tool.parameters)} for tool in turn.tools]
-    return _json({"messages": [said._asdict() for said in turn.messages], "tools": tools})
+    return json.dumps({"messages": [said._asdict() for said in turn.messages], "tools": tools})
 
 
 def opening_of(text: str) -> Turn:
@@ -135,7 +132,7 @@ def opening_of(text: str) -> Turn:
 
 
 def said_json(messages: Iterable[Said]) -> str:
-    return _json([said._asdict() for said in messages])
+    return json.dumps([said._asdict() for said in messages])
 
 
 def said_of(text: str) -> tuple[Said, ...]:
@@ -143,9 +140,4 @@ def said_of(text: str) -> tuple[Said, ...]:
 
 
 def calls_json(calls: Iterable[ToolCall]) -> str:
-    return _json([call._asdict() for call in calls])
-
-
-def _json(value: Any) -> str:
-    # ASCII: a lone surrogate that an environment said has no bytes.
-    return json.dumps(value)
+    return json.dumps([call._asdict() for call in calls])

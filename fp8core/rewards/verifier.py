@@ -2,11 +2,11 @@
 
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 from pydantic import JsonValue
 
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"[0-9]{1,3}")
 
 
 class ChainVerifier:
-    """Right when a finished completion's text after the last `#` is the reference to the digit; see Verifier."""
+    """Right when a finished completion's text after the last `#` is the reference to the digit; see Scorer."""
 
     def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         self.check(prompt, reference)
@@ -41,7 +41,7 @@ class ChainVerifier:
 
 
 class FormatVerifier:
-    """See `FormatOptions` and Verifier."""
+    """See `FormatOptions` and Scorer."""
 
     def __init__(self, tags: Sequence[str]) -> None:
         self._tags = tags
@@ -63,80 +63,67 @@ class FormatVerifier:
         """Any reference will do."""
 
 
-class Verifier(Protocol):
+class Verifier(ABC):
     """The scoring of a run. Nothing a completion holds is an error."""
 
     @property
     def main(self) -> "Verifier":
         """That of `reward.verifier` alone, whose verdicts are the outcomes and the held-out accuracy."""
-        ...
-
-    def begin(self, answers: Sequence[Answer]) -> None:
-        """Start to check answers that `verify` will get soon. Returns at once."""
-        ...
-
-    def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
-        """One verdict an answer, in their order. Raises UserError on a reference that is no answer."""
-        ...
-
-    def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        """The data's mistake in each reference, given as (prompt, reference); None where there is none."""
-        ...
-
-    def describe(self) -> dict[str, JsonValue]:
-        """Its name, and the versions or the digest of its code."""
-        ...
-
-    def close(self) -> None:
-        """End its processes; a second call does nothing."""
-        ...
-
-
-@dataclass(frozen=True)
-class InProcess:
-    """A verifier for a scorer that can neither hang nor crash, whatever a completion holds."""
-
-    name: str
-    scorer: Scorer
-    key: str = "reward.verifier"
-    """The setting that names it."""
-
-    @property
-    def main(self) -> "InProcess":
         return self
 
     def begin(self, answers: Sequence[Answer]) -> None:
+        """Start to check answers that `verify` will get soon. Returns at once."""
         return
+
+    @abstractmethod
+    def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
+        """One verdict an answer, in their order. Raises UserError on a reference that is no answer."""
+
+    @abstractmethod
+    def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
+        """The data's mistake in each reference, given as (prompt, reference); None where there is none."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, JsonValue]:
+        """Its name, and the versions or the digest of its code."""
+
+    def close(self) -> None:
+        """End its processes; a second call does nothing."""
+        return
+
+
+class InProcess(Verifier):
+    """A verifier for a scorer that can neither hang nor crash; `key`: the setting that names it."""
+
+    def __init__(self, name: str, scorer: Scorer, key: str = "reward.verifier") -> None:
+        self._name, self._scorer, self._setting = name, scorer, f"{key}={name}"
 
     def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
         try:
-            return [self.scorer.score(*answer) for answer in answers]
+            return [self._scorer.score(*answer) for answer in answers]
         except UserError as error:
-            raise UserError(f"{self.key}={self.name}: {error}") from error
+            raise UserError(f"{self._setting}: {error}") from error
 
     def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        found: list[str | None] = []
-        for prompt, reference in references:
-            try:
-                self.scorer.check(prompt, reference)
-                found.append(None)
-            except UserError as error:
-                found.append(f"{self.key}={self.name}: {error}")
-        return found
+        return [self._fault(*reference) for reference in references]
+
+    def _fault(self, prompt: str, reference: str) -> str | None:
+        try:
+            self._scorer.check(prompt, reference)
+        except UserError as error:
+            return f"{self._setting}: {error}"
+        return None
 
     def describe(self) -> dict[str, JsonValue]:
-        return {"verifier": self.name}
-
-    def close(self) -> None:
-        return
+        return {"verifier": self._name}
 
 
 Request = tuple[str, ...]
 """An answer, or (prompt, reference) to check."""
 
 
-class VerifierPool:
-    """Processes that serve one scorer, each with a thread that waits for it; see Verifier. Safe for threads.
+class VerifierPool(Verifier):
+    """Processes that serve one scorer, each with a thread that waits for it. Safe for threads.
 
     They check finished groups while the engine generates others. Equal answers are checked once. Results are dropped
     when `verify` returns: nothing that a record depends on lives here.
@@ -151,10 +138,6 @@ class VerifierPool:
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._verdicts: dict[Request, Future[Verdict]] = {}
-
-    @property
-    def main(self) -> "VerifierPool":
-        return self
 
     def begin(self, answers: Sequence[Answer]) -> None:
         self._begun(answers)
@@ -200,18 +183,19 @@ class VerifierPool:
         return verdict
 
 
-class WeightedVerifiers:
-    """A verifier whose verdicts carry the scores of others, each with a name and a weight; see Verifier."""
+class WeightedVerifiers(Verifier):
+    """A verifier whose verdicts carry the scores of others, each with a name and a weight."""
 
     def __init__(self, main: Verifier, others: Sequence[tuple[str, float, Verifier]]) -> None:
         self._main, self._others = main, others
+        self._all = [main, *(verifier for _, _, verifier in others)]
 
     @property
     def main(self) -> Verifier:
         return self._main
 
     def begin(self, answers: Sequence[Answer]) -> None:
-        for verifier in self._all():
+        for verifier in self._all:
             verifier.begin(answers)
 
     def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
@@ -230,7 +214,7 @@ class WeightedVerifiers:
         return verdicts
 
     def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        found = zip(*(verifier.faults(references) for verifier in self._all()), strict=True)
+        found = zip(*(verifier.faults(references) for verifier in self._all), strict=True)
         return [next(filter(None, faults), None) for faults in found]
 
     def describe(self) -> dict[str, JsonValue]:
@@ -238,11 +222,8 @@ class WeightedVerifiers:
         return {**self._main.describe(), "others": others}
 
     def close(self) -> None:
-        for verifier in self._all():
+        for verifier in self._all:
             verifier.close()
-
-    def _all(self) -> list[Verifier]:
-        return [self._main, *(verifier for _, _, verifier in self._others)]
 
 
 def build_verifier(config: RewardConfig) -> Verifier:

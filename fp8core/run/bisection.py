@@ -1,4 +1,4 @@
-"""Subjects of a bisection (`alignment.bisect`): the policy of a run, or that of a checkpoint, with tokens to score."""
+"""The subject of a bisection (`alignment.bisect`): the policy of a run, with tokens to score."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -12,18 +12,13 @@ from torch import Tensor
 from fp8core.alignment.bisect import Bisection, Granularity, Side, Task, bisect, units_of
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.run import RunConfig, without_adapters
-from fp8core.data.prompt import encode_prompt
-from fp8core.data.source import build_source
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import find_checkpoint
-from fp8core.models.weights import Formats, Shipped, reference_formats, rollout_formats
+from fp8core.models.weights import Formats, reference_formats, rollout_formats
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import PolicyScales, PromptGroup, sample_seed
-from fp8core.run.build import BaseModel, build_base, build_engine, build_local_trainer
-from fp8core.run.episodes import EpisodePlayer
-from fp8core.run.scoring import scales_of
+from fp8core.run.build import build_local_trainer
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER, POLICY
 from fp8core.store.ledger import LedgerView
@@ -86,21 +81,6 @@ def run_subject(config: RunConfig, folder: Path, prompts: int) -> Subject:
         return Subject(config, trainer.arch, trainer.masters, task)
 
 
-def checkpoint_subject(config: RunConfig, prompts: int) -> Subject:
-    """The policy of `config.model` on completions of its own, one a prompt, in the suspect's precision.
-
-    Scales are calibrated on the prompts. Raises UserError: the model or its prompts cannot be used."""
-    source, base = build_source(config.data, config.evaluation), build_base(config)
-    problems = source.training(0, prompts, config.seed)
-    tokens = [encode_prompt(problem, config, base.tokenizer, base.arch.max_positions)[1] for problem in problems]
-    with closing(build_local_trainer(_alone(config), base.arch, base.tensors)) as trainer:
-        statistics = trainer.statistics(TokenBatch.of_prompts(tokens))
-        scales = scales_of(config, statistics.amax())
-        completions = _completions(config, base, trainer.export(), scales, tokens)
-        task = Task(TokenBatch.of(tokens, completions), config.rollout.temperature, scales)
-        return Subject(config, base.arch, trainer.masters, task)
-
-
 def sequences_of(rollouts: Sequence[Mapping[str, Any]]) -> TokenBatch:
     batch = TokenBatch.of([row["prompt_tokens"] for row in rollouts], [row["tokens"] for row in rollouts])
     written = torch.tensor([flag for row in rollouts for flag in row["written"]])
@@ -111,17 +91,3 @@ def _alone(config: RunConfig) -> RunConfig:
     """The configuration for a whole policy in this process, whatever grid shared it."""
     training = without_adapters(config).training
     return config.model_copy(update={"training": trainer_of(training).alone(training)})
-
-
-def _completions(
-    config: RunConfig, base: BaseModel, stored: Shipped, scales: Sequence[LayerScales], prompts: Sequence[Sequence[int]]
-) -> list[list[int]]:
-    groups = [
-        PromptGroup(i, str(i), tuple(tokens), (0,), (sample_seed(config.seed, 0, i, 0),))
-        for i, tokens in enumerate(prompts)
-    ]
-    sampling = EpisodePlayer.of(config, base.tokenizer, base.arch).sampling()
-    with closing(build_engine(config, base.arch)) as engine:
-        engine.update(stored, PolicyScales(0, tuple(scales)), 0)
-        done = {row.group: row.tokens for finished in engine.generate(groups, sampling) for row in finished}
-    return [done[i] for i in range(len(prompts))]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from fp8core.alignment.bounds import Crossing, crossed, stop_bounds
-from fp8core.errors import MemberLost, lost_member
+from fp8core.errors import MemberLost, behind
 from fp8core.evaluation.measure import compared_prompts
 from fp8core.run import start
 from fp8core.run.checkpoint import checkpoint_due, save_state, unsaved_step
@@ -73,11 +73,11 @@ def train(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
             return
         except (StepError, MemberLost) as error:
             # No name holds the error any longer than this block: its frames hold what the step had open.
-            if lost_member(error) is None:
+            if behind(error, MemberLost) is None:
                 raise
             execution.lost(run, error)
             if not left:
-                raise StepError(str(error)) from lost_member(error)
+                raise StepError(str(error)) from behind(error, MemberLost)
             run.console.note(f"{error}; all processes are replaced")
 
 

@@ -16,7 +16,7 @@ import torch
 from fp8core.config.load import config_digest, numeric_differences, reload_config
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.durable import read_lines
-from fp8core.errors import NotRecordedError, ProcessLost, UserError, lost_process
+from fp8core.errors import NotRecordedError, ProcessLost, UserError, behind
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import save_state
 from fp8core.run.context import RunContext
@@ -246,7 +246,7 @@ def _by_digest(ledger: LedgerView, index: int) -> dict[object, Ref]:
 
 def _failed(original: RunSnapshot, config: RunConfig, step: int, where: str, error: Exception) -> ReplayResult:
     """Of a step that no record came of. Raises UserError: a process was lost."""
-    if (lost := lost_process(error)) is not None:
+    if (lost := behind(error, ProcessLost)) is not None:
         raise UserError(f"nothing was compared, as a process was lost: {lost}") from error
     stored = original.manifest(step)
     now = stored.record.model_copy(

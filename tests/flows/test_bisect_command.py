@@ -16,22 +16,13 @@ def bisect(*arguments: object) -> int:
     return int(options.command(options))
 
 
-@pytest.fixture
-def problems(tmp_path):
-    rows = [{"question": f"Tom has {i} apples and buys 7 more.", "answer": f"#### {i + 7}"} for i in range(40)]
-    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = [f"data.source={tmp_path / 'problems.jsonl'}", "evaluation.prompts=1", "rollout.max_new_tokens=4"]
-    return ["--config", "gsm8k", *(flag for setting in settings for flag in ("--set", setting))]
-
-
-def test_a_run_is_bisected_by_name_on_its_last_rollouts(whole_run, tmp_path, capsys):
-    named = ["whole", "--set", f"runs={whole_run.folder.parent}", "--prompts", 3]
-    assert bisect(*named, "--by", "operation", "--json", tmp_path / "b.json") == 0
+def test_a_run_is_bisected_on_its_last_rollouts(whole_run, tmp_path, capsys):
+    assert bisect(whole_run.folder, "--prompts", 3, "--by", "operation", "--json", tmp_path / "b.json") == 0
     out = capsys.readouterr().out
     result = json.loads((tmp_path / "b.json").read_text())
     table = whole_run.store.get_table(whole_run.ledger.artifacts(4)["rollouts"]).to_pylist()
     assert result["tokens"] == sum(len(row["tokens"]) for row in table if row["group"] < 3)
-    assert result["compared"] == "whole: fp8_block, fp8 cache, against bf16"
+    assert result["compared"] == f"{whole_run.folder}: fp8_block, fp8 cache, against bf16"
     units = [unit["unit"] for unit in result["units"]]
     assert [line.split("  ")[0] for line in out.splitlines()[2:]] == [*units, "total"]
     assert set(units[:5]) == {f"all {part}" for part in ("qkv", "attention", "output", "gate_up", "down")}
@@ -45,14 +36,14 @@ def test_the_precision_of_a_run_against_itself_is_exact(whole_run, capsys):
     assert "fp8_block, bf16 cache, against fp8_block" in capsys.readouterr().out
 
 
-def test_mistakes_are_one_line(whole_run, tmp_path, small_checkpoint):
+def test_mistakes_are_one_line(whole_run, tmp_path):
     with pytest.raises(UserError, match=r"nothing: no run \(no run.json in "):
-        bisect("nothing", "--set", f"runs={whole_run.folder.parent}")
+        bisect("nothing")
     with pytest.raises(UserError, match=r"--json .*absent/b\.json: cannot be written"):
-        bisect(small_checkpoint, "--json", tmp_path / "absent" / "b.json")
+        bisect(whole_run.folder, "--json", tmp_path / "absent" / "b.json")
     copied = Path(shutil.copytree(whole_run.folder, tmp_path / "copied"))
     shutil.rmtree(copied / "checkpoints")
     with pytest.raises(UserError, match="no checkpoint yet"):
         bisect(copied)
     with pytest.raises(SystemExit):
-        bisect(small_checkpoint, "--prompts", 0)
+        bisect(whole_run.folder, "--prompts", 0)

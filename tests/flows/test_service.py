@@ -53,7 +53,7 @@ def test_a_service_that_dies_is_named_with_its_last_words_and_the_others_end(ser
         services.start("a server", SLEEP, lambda: True)
         services.start("a worker", ["-c", "print('out of\\nmemory'); exit(3)"], lambda: True)
         with pytest.raises(ServiceError, match=r"^a worker ended with 3: memory \(log: "):
-            wait(services, lambda: None)
+            wait(services)
     assert not [child for child in psutil.Process().children() if is_there(child, "time.sleep(600)")]
 
 
@@ -69,7 +69,7 @@ def test_a_training_of_a_worker_ends_first_and_in_its_own_time_unless_there_is_n
         for _ in range(signals):
             services.note_signal(signal.SIGTERM, None)
         with pytest.raises(Stopped):
-            wait(services, lambda: None)
+            wait(services)
     assert paused == [True]
     assert (tmp_path / "finished").exists() == (signals == 1)
 

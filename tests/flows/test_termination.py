@@ -1,12 +1,9 @@
 """SIGTERM: the step it comes in is committed and a checkpoint written; a second one, or Ctrl-C, stops at once."""
 
 import json
-import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,8 @@ from waiting import wait_for
 
 from flows import cli
 from flows.termination import TOLD
-from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.store.layout import LEDGER
-from fp8core.store.ledger import START, LedgerView
+from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import read_description
 
 REWARD = "stopping_steps:reward"
@@ -50,13 +46,6 @@ def interrupts(run, index, options, prompts, rollouts):
         signal.raise_signal(signal.SIGINT)
     return ours.reward(run, index, options, prompts, rollouts)
 """
-SLOW = """
-import time
-
-def score(prompt, completion, reference, finish):
-    time.sleep(0.2)
-    return len(completion) % 2 == 0
-"""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +55,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, small_file: Any, mlflow_
     stopping = {"uses": REWARD, "needs": ["prompts", "rollouts"]}
     small_file(folder, steps=4, checkpoint={"every": 100}, pipeline={"replace": {"reward": stopping}})
     (folder / "stopping_steps.py").write_text(STEPS)
-    (folder / "slow.py").write_text(SLOW)
     return folder
 
 
@@ -145,41 +133,3 @@ def test_a_second_signal_and_ctrl_c_stop_within_the_step(
     assert ledger.last_step() == 1
     assert "train" not in ledger.tasks(2)
     assert status(workplace / "runs" / name) == "KILLED"
-
-
-@contextmanager
-def sigterm_when(reached: Callable[[], bool]) -> Iterator[None]:
-    def stop() -> None:
-        wait_for(reached, seconds=120)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    yield
-    thread.join()
-
-
-def test_a_start_is_left_after_the_part_that_runs_and_continues_after_it(
-    command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ledger = workplace / "runs" / "begun" / LEDGER
-    generate, evaluation = EmbeddedEngine.generate, threading.Event()
-
-    def noted(engine: EmbeddedEngine, *arguments: Any) -> Iterator[Any]:
-        if "calibrate" in LedgerView.read(ledger).tasks(START):
-            evaluation.set()
-        yield from generate(engine, *arguments)
-
-    monkeypatch.setattr(EmbeddedEngine, "generate", noted)
-    with sigterm_when(evaluation.is_set):
-        slow = ("--set", "steps=1", "--set", "reward.verifier=slow.py:score")
-        code, out, err = command("run", "small.yaml", "--set", "run=begun", *slow)
-    assert code == 128 + signal.SIGTERM
-    assert err == f"{TOLD}fp8-grpo: terminated; fp8-grpo resume begun --trust continues the run\n"
-    assert out.splitlines()[-1] == "stopped before precision_gap of step 0"
-    found = LedgerView.read(ledger)
-    assert (found.last_step(), [*found.tasks(START)]) == (None, ["warm_start", "calibrate", "evaluate"])
-    assert command("resume", "begun", "--trust")[0] == 0
-    again = LedgerView.read(ledger)
-    assert again.last_step() == 1
-    assert all(again.tasks(START)[name] == entry for name, entry in found.tasks(START).items())

@@ -3,8 +3,6 @@
 import decimal
 import hashlib
 import importlib
-import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,20 +63,6 @@ def test_a_file_of_the_same_name_in_another_folder_is_another_module(written: Wr
     second = load_code(f"{tmp_path / 'other' / 'mine.py'}:score", "function").found
     assert (first(), second()) == (1, 2)
     assert first.__module__ != second.__module__
-
-
-UNPICKLE = "import pickle, sys; sys.path.append(sys.argv[1]); print(pickle.loads(sys.stdin.buffer.read())())"
-
-
-def test_a_function_reaches_other_processes(written: Written, tmp_path: Path) -> None:
-    """As `multiprocessing` starts them, with the same places to import from."""
-    path = written("sent_to_others.py", "def score(): return 18")
-    find_neighbours(path)
-    function = load_code(path, "function").found
-    pickled = pickle.dumps(function)
-    assert pickle.loads(pickled) is function
-    child = subprocess.run([sys.executable, "-c", UNPICKLE, str(tmp_path)], input=pickled, capture_output=True)
-    assert child.stdout == b"18\n", child.stderr
 
 
 def test_neighbours_are_found_where_they_were_asked_for_alone(written: Written) -> None:
