@@ -5,7 +5,6 @@ trusts the run. MLflow would send the user's credentials to the store that it na
 """
 
 import os
-import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flows.environment import search_last
 from flows.launch import say
-from fp8core.config.load import Overrides, load_config, reload_config, shipped_names
+from fp8core.config.load import Overrides, load_config, reload_config
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.errors import UserError, meant, printable
 
@@ -21,29 +20,20 @@ if TYPE_CHECKING:
     from fp8core.store.run_directory import RunDescription
 
 
-def find_run(text: str, runs: Path | None = None) -> Path:
-    """The absolute folder of a run: a path, or a name below `runs` (None: ./runs). Raises UserError: neither is one."""
+def find_run(text: str) -> Path:
+    """The absolute folder of a run: a path, or a name below ./runs. Raises UserError: neither is one."""
+    from fp8core.store.layout import DESCRIPTION
     from fp8core.store.run_directory import read_description  # Imports torch.
 
-    places = [Path(text), Path(runs or RunConfig.model_fields["runs"].default, text)]
+    runs = RunConfig.model_fields["runs"].default
+    places = [Path(text), runs / text]
     for folder in places:
         if read_description(folder) is not None:
             return folder.absolute()
     looked = dict.fromkeys(str(place.absolute()) for place in places)  # One, where RUN is an absolute path.
-    near = meant(text, _names_of_runs(places[1].parent)) if os.sep not in text else ""
+    names = sorted(path.parent.name for path in runs.glob(f"*/{DESCRIPTION}"))
+    near = meant(text, names) if os.sep not in text else ""
     raise UserError(f"{text}: no run (no run.json in {' or '.join(looked)}){near}")
-
-
-def refuse_run(config: str) -> None:
-    """Raises UserError: a name is that of a run below ./runs, and of no configuration."""
-    if config not in shipped_names() and config in _names_of_runs(RunConfig.model_fields["runs"].default):
-        raise UserError(f"{config} is a run, no configuration; to continue it: fp8-grpo resume {shlex.quote(config)}")
-
-
-def _names_of_runs(folder: Path) -> list[str]:
-    from fp8core.store.layout import DESCRIPTION
-
-    return sorted(path.parent.name for path in folder.glob(f"*/{DESCRIPTION}"))
 
 
 def load_settings(config: str, overrides: Overrides) -> RunConfig:

@@ -2,12 +2,10 @@
 
 import argparse
 import atexit
-import errno
 import os
 import re
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from gc import freeze
 from importlib.metadata import version
 from io import TextIOWrapper
@@ -17,8 +15,7 @@ from flows.cli import audit, bisect, checkpoint, configuration, doctor, evaluate
 from flows.environment import disable_telemetry, leave_working_directory_out
 from flows.launch import stopped
 from flows.termination import ExitCode
-from fp8core.config.run import RunConfig
-from fp8core.config.section import places_of, suggestion
+from fp8core.config.section import suggestion
 from fp8core.errors import StoredFileError, UserError
 
 # In the order of the help.
@@ -35,7 +32,7 @@ def call(arguments: Sequence[str] | None = None) -> int:
     # Otherwise Python would search all that is left for cycles, which takes seconds, and then end anyway.
     atexit.register(freeze)
     try:
-        options = _parsed(sys.argv[1:] if arguments is None else arguments)
+        options = build_parser().parse_args(arguments)
         code = int(options.command(options))
         sys.stdout.flush()
         return code
@@ -51,7 +48,7 @@ def call(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.UNREAD
     except OSError as error:
         # A path that nobody may enter, or with a name that is too long, wherever it is looked at first.
-        if error.errno not in (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP) or error.filename is None:
+        if error.filename is None:
             raise
         return stopped(f"{error.filename}: {error.strerror}", ExitCode.MISTAKE)
 
@@ -66,27 +63,6 @@ class _Parser(argparse.ArgumentParser):
             known = suggestion(word, re.findall(r"[\w-]+", choice[3]))
             message = f"argument {argument}: there is no {word!r}; {known}"
         self.exit(ExitCode.MISTAKE, f"{self.prog}: {message}\n")
-
-
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command; an argument that none takes is refused in one line, with `--set` for a setting."""
-    parser = build_parser()
-    options, others = parser.parse_known_args(arguments)
-    if others:
-        settings = [*_settings_meant(options, others)]
-        hint = f"; did you mean {' or '.join(settings)}?" if settings else ""
-        parser.error(f"unrecognized arguments: {' '.join(others)}{hint}")
-    return options
-
-
-def _settings_meant(options: argparse.Namespace, others: Sequence[str]) -> Iterator[str]:
-    """The override that `--steps 6` stands for; `others` are the arguments that no option takes."""
-    first, _, value = others[0].partition("=")
-    if hasattr(options, "overrides") and first.startswith("--"):
-        value = value or next((other for other in others[1:2] if not other.startswith("--")), "VALUE")
-        word = first[2:].replace("-", "_")
-        keys = [word] if word in RunConfig.model_fields else places_of(RunConfig, word)
-        yield from (f"--set {shlex.quote(f'{key}={value}')}" for key in keys)
 
 
 def build_parser() -> argparse.ArgumentParser:

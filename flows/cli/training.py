@@ -9,7 +9,7 @@ from typing import Any
 from flows.cli.arguments import add_config, add_output, add_overrides, add_trust
 from flows.environment import search_last
 from flows.launch import launch
-from flows.run_lookup import admit_code, enter_origin, find_run, load_settings, refuse_run
+from flows.run_lookup import admit_code, enter_origin, find_run, load_settings
 from fp8core.config.run import made_name, own_code, resume_command
 from fp8core.errors import without_passwords
 
@@ -32,7 +32,6 @@ def run(options: argparse.Namespace) -> int:
     from fp8core.config.load import load_config
 
     search_last(Path.cwd())
-    refuse_run(options.config)
     config = load_config(options.config, options.overrides)
     name = config.run or made_name(config.name, secrets.token_hex(4))
     given = {"config": options.config, "run": name, "overrides": options.overrides}

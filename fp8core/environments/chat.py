@@ -15,7 +15,7 @@ from typing import Any
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.run import RunConfig
 from fp8core.environments.protocol import Action, Said, Tool, Turn
-from fp8core.environments.tool_calls import instructions, parse_calls
+from fp8core.environments.tool_calls import parse_calls
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
         return "qwen"
     raise UserError(
         f"environment.format=auto: {tokenizer.where}: the chat template writes no tool calls that are known; set it to "
-        "qwen or plain, and the first message says how to call"
+        "qwen or plain"
     )
 
 
@@ -79,11 +79,9 @@ class Conversation:
             return
         rendered = self._rendered(self._messages)
         if turn.tools and rendered == self._rendered(self._messages, tools=()):
-            (role, content), *others = turn.messages
-            told = instructions(talk.tool_calls, turn.tools)
-            self._messages = [Said(role, f"{told}\n\n{content}"), *others]
+            raise UserError(f"{talk.tokenizer.where}: the chat template leaves tools out")
         self._begun = _thought_at_end(rendered)
-        self.prompt = self._encoded(self._rendered(self._messages).split(_CUT))
+        self.prompt = self._encoded(rendered.split(_CUT))
 
     def action(self, tokens: Sequence[int], finish: str) -> Action:
         written = tokens[:-1] if finish == "stop" else tokens

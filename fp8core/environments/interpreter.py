@@ -64,10 +64,7 @@ def _described(error: BaseException) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     place = "" if line is None else f"line {line}: "
-    try:
-        return f"{place}{type(error).__name__}: {error}".removesuffix(": ")
-    except BaseException:  # noqa: BLE001 - of the error's own `__str__`
-        return f"{place}{type(error).__name__}"
+    return f"{place}{type(error).__name__}: {error}".removesuffix(": ")
 
 
 if __name__ == "__main__":

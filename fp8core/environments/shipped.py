@@ -1,26 +1,59 @@
 """The environments that are shipped: a calculator and an interpreter of Python."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, Turn
+from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, ToolCall, Turn
 from fp8core.environments.sandbox import Interpreter
 from fp8core.errors import UserError, printable
-
-_DONE = Outcome("judge")
 
 
 class ToolError(Exception):
     """A call failed; the policy reads the message."""
 
 
-Call = Callable[[Mapping[str, Any]], tuple[str, bool]]
-"""From arguments to the text of the answer, and whether the call failed; it may raise ToolError instead."""
+class _OneTool:
+    """An environment with one tool. An action without a call ends the episode."""
+
+    TOOL: Tool
+
+    def start(self, task: Task) -> Turn:
+        return Turn((*task.before, Said("user", task.question)), tools=(self.TOOL,))
+
+    def step(self, action: Action) -> Turn | Outcome:
+        """A message for every call, in their order."""
+        if action.malformed:
+            return Turn((Said("tool", f"error: {action.malformed}"),), failed=max(1, len(action.calls)))
+        if not action.calls:
+            return Outcome("judge")
+        answers = [self._answer(made) for made in action.calls]
+        return Turn(tuple(Said("tool", content) for content, _ in answers), failed=sum(failed for _, failed in answers))
+
+    def close(self) -> None:
+        pass
+
+    def _answer(self, made: ToolCall) -> tuple[str, bool]:
+        tool = self.TOOL
+        (name,) = tool.parameters["properties"]
+        try:
+            if made.name != tool.name:
+                raise ToolError(f"there is no tool {made.name[:40]!r}; there is {tool.name}")
+            if made.arguments.keys() != {name}:
+                given = ", ".join(name[:40] for name in list(made.arguments)[:4]) or "none"
+                raise ToolError(f"{tool.name} takes {name}; it got {given}")
+            if not isinstance(made.arguments[name], str):
+                raise ToolError(f"{name} is no text")
+            return self._call(made.arguments[name])
+        except ToolError as error:
+            return f"error: {error}", True
+
+    def _call(self, argument: str) -> tuple[str, bool]:
+        """The text of the answer, and whether the call failed; it may raise ToolError instead."""
+        raise NotImplementedError
 
 
-class Calculator:
-    """One tool, `calculate(expression)`: integers, + - * and parentheses. An action without a call ends the episode."""
+class Calculator(_OneTool):
+    """`calculate(expression)`: integers, + - * and parentheses."""
 
     TOOL = Tool(
         "calculate",
@@ -39,48 +72,9 @@ class Calculator:
             raise ValueError(f"modulus={modulus!r} is no integer from 2 to 1,000,000,000")
         self._modulus, self._left_to_right = modulus, left_to_right
 
-    def start(self, task: Task) -> Turn:
-        return Turn((*task.before, Said("user", task.question)), tools=(self.TOOL,))
-
-    def step(self, action: Action) -> Turn | Outcome:
-        return answer_calls(action, self.TOOL, self._calculate)
-
-    def close(self) -> None:
-        pass
-
-    def _calculate(self, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        value = evaluate(arguments["expression"], self._modulus, self._left_to_right)
+    def _call(self, argument: str) -> tuple[str, bool]:
+        value = evaluate(argument, self._modulus, self._left_to_right)
         return (str(value) if self._modulus is None else f"{value:0{len(str(self._modulus - 1))}}"), False
-
-
-def answer_calls(action: Action, tool: Tool, call: Call) -> Turn | Outcome:
-    """A message for every call of the one tool, in their order; an action without any ends the episode."""
-    if action.malformed:
-        return Turn((Said("tool", f"error: {action.malformed}"),), failed=max(1, len(action.calls)))
-    if not action.calls:
-        return _DONE
-    said, failed = [], 0
-    for made in action.calls:
-        try:
-            if made.name != tool.name:
-                raise ToolError(f"there is no tool {made.name[:40]!r}; there is {tool.name}")
-            _refuse_arguments(tool, made.arguments)
-            content, has_failed = call(made.arguments)
-        except ToolError as error:
-            content, has_failed = f"error: {error}", True
-        said.append(Said("tool", content))
-        failed += has_failed
-    return Turn(tuple(said), failed=failed)
-
-
-def _refuse_arguments(tool: Tool, arguments: Mapping[str, Any]) -> None:
-    names = tool.parameters["properties"].keys()
-    if arguments.keys() != names:
-        given = ", ".join(name[:40] for name in list(arguments)[:4]) or "none"
-        raise ToolError(f"{tool.name} takes {', '.join(names)}; it got {given}")
-    for name, value in arguments.items():
-        if not isinstance(value, str):
-            raise ToolError(f"{name} is no text")
 
 
 _LONGEST_EXPRESSION = 1000
@@ -153,8 +147,8 @@ class _Expression:
         return value if self._modulus is None else value % self._modulus
 
 
-class Python:
-    """One tool, `python(code)`, in bubblewrap (sandbox.py). An action without a call ends the episode.
+class Python(_OneTool):
+    """`python(code)`, in bubblewrap (sandbox.py).
 
     The code sees what earlier calls have defined. The answer is what it printed, the value of an expression at its end,
     and the line of an error. A call that takes too long ends its interpreter, and the next one begins without names.
@@ -191,11 +185,8 @@ class Python:
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
 
-    def start(self, task: Task) -> Turn:
-        return Turn((*task.before, Said("user", task.question)), tools=(self.TOOL,))
-
-    def step(self, action: Action) -> Turn | Outcome:
-        return answer_calls(action, self.TOOL, lambda arguments: self._interpreter.run(arguments["code"]))
+    def _call(self, argument: str) -> tuple[str, bool]:
+        return self._interpreter.run(argument)
 
     def close(self) -> None:
         self._interpreter.close()

@@ -5,14 +5,11 @@ A policy writes whatever it likes. So a parser never raises, and takes time in p
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fp8core.environments.protocol import Tool, ToolCall
 
-MOST_CALLS = 64
-"""Of a turn; with more an environment gets none, and is told."""
 DEEPEST = 32
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 # The template may have begun the first thought. One without an end lasts up to the end of the text.
@@ -36,12 +33,9 @@ def parse_calls(form: str, text: str, tools: Sequence[Tool]) -> Parsed:
     Without `tools` the environment may have explained its own: what is no whole call is text then, and never malformed.
     """
     try:
-        calls = tuple(islice(TOOL_CALLS[form](text, tools), MOST_CALLS + 1))
-        if len(calls) > MOST_CALLS:
-            raise _Malformed(f"more than {MOST_CALLS} calls")
+        return Parsed(tuple(TOOL_CALLS[form](text, tools)))
     except _Malformed as error:
         return Parsed((), str(error)) if tools else Parsed()
-    return Parsed(calls)
 
 
 def _qwen_calls(text: str, tools: Sequence[Tool]) -> Iterator[ToolCall]:
@@ -95,23 +89,4 @@ def _plain_calls(text: str, tools: Sequence[Tool]) -> Iterator[ToolCall]:
         yield ToolCall(tools[0].name, {names[0]: given})
 
 
-TOOL_CALLS: dict[str, Callable[[str, Sequence[Tool]], Iterator[ToolCall]]] = {
-    "qwen": _qwen_calls,
-    "plain": _plain_calls,
-}
-_WRITTEN = {
-    "qwen": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>',
-    "plain": "its argument in brackets, as [2+3]",
-}
-
-
-def instructions(form: str, tools: Sequence[Tool]) -> str:
-    """The tools that there are and how a call is written, for a model whose chat template leaves them out."""
-    lines = ["Tools:"]
-    for tool in tools:
-        given = ", ".join(
-            f"{name}: {about.get('description', about.get('type', 'any'))}" if isinstance(about, Mapping) else name
-            for name, about in tool.parameters.get("properties", {}).items()
-        )
-        lines.append(f"- {tool.name}({given}): {tool.description}")
-    return "\n".join([*lines, f"To call a tool, write {_WRITTEN[form]}."])
+TOOL_CALLS = {"qwen": _qwen_calls, "plain": _plain_calls}

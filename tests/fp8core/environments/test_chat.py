@@ -59,24 +59,9 @@ def test_a_first_turn_is_the_template_with_tools():
     assert shown(LLAMA, Talk(LLAMA, "qwen").open(Turn((QUESTION,))).prompt) == LLAMA.render([QUESTION._asdict()])
 
 
-CALLS = {
-    "plain": "in brackets, as [2+3]",
-    "qwen": 'write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.',
-}
-
-
-@pytest.mark.parametrize("tool_calls", CALLS)
-def test_a_template_that_leaves_tools_out_has_them_in_the_first_message(tool_calls):
-    tokenizer = build(CHATML, "<|im_end|>")
-    conversation = Talk(tokenizer, tool_calls).open(Turn((QUESTION,), (TOOL,)))
-    text = shown(tokenizer, conversation.prompt)
-    assert text.startswith("<|im_start|>user\nTools:\n- calculate(expression: string): Calculates <b>anything</b>.\n")
-    assert text.endswith(f"{QUESTION.content}<|im_end|>\n<|im_start|>assistant\n")
-    assert CALLS[tool_calls] in text
-    spoken = tokenizer.encode("[3*4]<|im_end|>")
-    found = conversation.observe([Said("tool", "12")], spoken[-1])
-    assert shown(tokenizer, found) == "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n"
-    assert shown(tokenizer, Talk(tokenizer, tool_calls).open(Turn((QUESTION,))).prompt).count("Tools") == 0
+def test_a_template_that_leaves_tools_out_is_refused_by_name():
+    with pytest.raises(UserError, match=r"^a folder: the chat template leaves tools out$"):
+        Talk(build(CHATML, "<|im_end|>"), "qwen").open(Turn((QUESTION,), (TOOL,)))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +122,7 @@ def test_thoughts_of_earlier_turns_stay():
 @pytest.mark.parametrize("name", PREFILLS)
 def test_a_turn_that_the_generation_prompt_begins_goes_on_after_a_call(name):
     tokenizer = build(PREFILLS[name], "<|im_end|>")
-    conversation = Talk(tokenizer, "qwen", {"enable_thinking": False}).open(Turn((QUESTION,), (TOOL,)))
+    conversation = Talk(tokenizer, "qwen", {"enable_thinking": False}).open(Turn((QUESTION,)))
     begun = "<think>\n\n</think>\n\n" if name == "switched off" else "<think>\n"
     assert shown(tokenizer, conversation.prompt).endswith(f"<|im_start|>assistant\n{begun}")
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "3*4"}}</tool_call>'
