@@ -58,7 +58,6 @@ def leave_working_directory_out() -> None:
 
 
 def disable_telemetry() -> None:
-    """Prefect and MLflow tell their makers nothing about this process, unless the user has set that they may."""
     set_variables({}, _NO_TELEMETRY)
 
 
@@ -129,7 +128,6 @@ class PrefectServer:
         self._process = TiedProcess(["-P", "-c", _PREFECT, *words], self._output, environment=environment)
 
     def wait(self) -> None:
-        """Return when it serves. Raises UserError, with its last output, when it does not."""
         deadline = time.monotonic() + _START_SECONDS
         while not answers(f"{self.api}/health"):
             if self._process.exit_code is not None or time.monotonic() > deadline:

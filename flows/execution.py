@@ -44,7 +44,6 @@ class FlowExecution(Execution):
         self._began, self._intervals = 0.0, list[Interval]()
 
     def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
-        """It comes after what came before it in its flow run."""
 
         def timed() -> T:
             began = time.perf_counter()

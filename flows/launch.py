@@ -117,7 +117,6 @@ def _end_without_prefect(config: "RunConfig", summary: Output | None, resume: st
 
 
 def explain(state: Any) -> None:
-    """One line for a failure with a known cause; the traceback too for one without."""
     from prefect.exceptions import FailedRun
 
     cause = state.result(raise_on_failure=False)

@@ -1,8 +1,4 @@
-"""Find the run that a user names, and the configuration it continues with.
-
-A run's folder may be somebody else's. A command imports the code that its configuration names only where the user
-trusts the run. MLflow would send the user's credentials to the store that it names.
-"""
+"""Find the run that a user names, maybe somebody else's, and the configuration that it continues with."""
 
 import os
 import sys

@@ -28,8 +28,6 @@ _STDERR = 2
 
 
 class StopRequest:
-    """Record of a request to stop this process; a training checks it between steps."""
-
     def __init__(self) -> None:
         self.requested = False
 
@@ -42,10 +40,9 @@ class StopRequest:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[StopRequest]:
-    """While the block lasts, the first SIGTERM is a request; a second one has the same effect as without the block.
+    """While the block lasts, the first SIGTERM is a request, told on stderr; a second one has its effect.
 
-    A line on stderr reports it, because a step may take minutes. Only a process's main thread may handle signals: in
-    any other one SIGTERM keeps its effect.
+    Only a process's main thread may handle signals: in any other one SIGTERM keeps its effect.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

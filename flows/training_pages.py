@@ -54,7 +54,6 @@ _place = task(name=STEP_FLOW)(_step.fn)
 
 class TrainingPages:
     def __init__(self, run: RunContext) -> None:
-        """Called in the flow of the training."""
         training = FlowRunContext.get()
         assert training is not None and training.flow_run is not None, "a training is a flow run"  # noqa: PT018
         described = run.directory.description()
@@ -112,7 +111,6 @@ class TrainingPages:
         self._ask(lambda: self._set_state(step.id, Running()))
 
     def end_step(self, state: State[Any]) -> None:
-        """End the open step, if there is one."""
         if self._step is not None:
             self._ended[self._step.id] = state
             self._step = None
@@ -204,7 +202,6 @@ class TrainingPages:
 
 
 def artifact_key(run: str, name: str) -> str:
-    """Key of an artifact: small letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", f"{run}-{name}".lower()).strip("-")
 
 

@@ -85,7 +85,6 @@ _ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b")
 
 
 def last_words(output: str) -> str:
-    """The reason in the output of a process that ended: its last exception, else its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR_LINE.match(line)]
     return (errors or lines or ["it said nothing"])[-1]

@@ -1,8 +1,7 @@
 """Keep freed memory in this process, for emulation on a CPU.
 
-glibc releases freed blocks of 32 MB and more, and what is free at the end of its memory. The next tensor gets pages
-that the system fills with zeros first. That takes several times as long as most element-wise operations on it, and a
-step of the exact emulation makes thousands of such tensors. No value depends on it.
+glibc releases freed blocks of 32 MB and more, and the next tensor gets pages that the system fills with zeros first.
+That takes several times as long as most element-wise operations on it. No value depends on it.
 """
 
 import ctypes

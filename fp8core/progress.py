@@ -13,10 +13,7 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 5.0, 60.0
 
 
 class Part:
-    """A part of the work while the block lasts; it is called as `Progress`, from any thread.
-
-    Its lines come without calls too. A part within it speaks in its place.
-    """
+    """A part of the work while the block lasts, called as `Progress`. A part within it speaks in its place."""
 
     def __init__(self, name: str, say: Callable[[str], None], first: float = _FIRST_SECONDS) -> None:
         """`say` prints a line, in a thread of the part's own; `first`: seconds until the first one."""
@@ -70,7 +67,6 @@ def tell_progress(done: int, total: int) -> None:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds, without what is zero in front."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

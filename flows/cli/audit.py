@@ -54,7 +54,6 @@ def _add_replay(commands: Any) -> None:
 
 
 def verify_run(options: argparse.Namespace) -> int:
-    """Check, print and write; returns 1 when anything is wrong, raises UserError."""
     from flows.tracking.chain_head import compare_head, published_head
     from flows.tracking.store import quiet_store_logs
     from fp8core.run.verify import verified_bytes, verify
@@ -120,7 +119,6 @@ def _counts(view: "RunView", findings: "list[Finding]") -> dict[str, float]:
 
 
 def compare_runs(options: argparse.Namespace) -> int:
-    """Compare, print and write; returns 1 when the runs differ, raises UserError."""
     from fp8core.store.diff import compare
     from fp8core.store.run_view import RunView
 
@@ -154,7 +152,6 @@ def _verdict(found: "Comparison") -> str:
 
 
 def replay_steps(options: argparse.Namespace) -> int:
-    """Replay, print a verdict a step, and write them; returns 1 when a step is different, raises UserError."""
     from fp8core.report.console import Console
     from fp8core.run.replay import RunSnapshot, replay
 

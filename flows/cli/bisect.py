@@ -1,7 +1,4 @@
-"""`fp8-grpo bisect`: find the layer or operation that makes a policy's log-probs differ from another precision's.
-
-A run is measured on the rollouts of its last checkpoint's step, with the scales that its next step would use.
-"""
+"""`fp8-grpo bisect`: find the layer or operation that makes a policy's log-probs differ from another precision's."""
 
 import argparse
 from dataclasses import asdict

@@ -54,8 +54,6 @@ def call(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose errors are one line, as those of all user mistakes are."""
-
     def error(self, message: str) -> NoReturn:
         choice = re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice is not None:

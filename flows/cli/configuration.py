@@ -63,7 +63,6 @@ def print_config(options: argparse.Namespace) -> int:
 
 
 def plan_config(options: argparse.Namespace) -> int:
-    """Print and write the plan; returns the exit code, raises UserError where it does not fit."""
     from fp8core.config.load import load_config
     from fp8core.models.hub import model_shape
     from fp8core.plan.run_plan import check_fit, plan_run, verdict
@@ -87,7 +86,6 @@ def plan_config(options: argparse.Namespace) -> int:
 
 
 def _machine(options: argparse.Namespace, config: "RunConfig") -> "Machine":
-    """This machine, or one with the named GPU and an unknown host."""
     from fp8core.config.capability import this_node
     from fp8core.resources.memory import GPUS, Machine, machine_of, named_gpu
     from fp8core.run.build import wants_gpus

@@ -83,7 +83,6 @@ class Service:
         self._process.wait()
 
     def kill(self) -> None:
-        """End all that is left of its process group, a worker's trainings included."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -91,7 +90,6 @@ class Service:
 def _start(
     arguments: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | int
 ) -> "subprocess.Popen[bytes]":
-    """Our Python with these arguments, in a session of its own."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         env=dict(environment),
@@ -135,7 +133,6 @@ class Services:
                 service.kill()
 
     def start(self, name: str, arguments: Sequence[str], is_ready: Callable[[], bool]) -> Service:
-        """Start our Python with `arguments`, and wait until it is ready."""
         log = self._logs / f"{name.replace(' ', '-')}.log"
         service = Service(name, arguments, self._environment, log)
         self._services.append(service)
@@ -149,7 +146,6 @@ class Services:
         return service
 
     def check(self) -> None:
-        """Raises Stopped after a signal, and ServiceError when a service has ended."""
         if self._signals:
             raise Stopped(self._signals[0])
         for service in self._services:
@@ -205,7 +201,6 @@ def up(options: argparse.Namespace) -> int:
 
 
 def wait(services: Services) -> NoReturn:
-    """Until a signal comes or a service ends (errors: `Services.check`)."""
     try:
         while True:
             services.check()
@@ -325,6 +320,5 @@ def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:
 
 
 def _is_online(client: "SyncPrefectClient", pool: str) -> bool:
-    """True if a worker of the pool is at work."""
     found = client.read_workers_for_work_pool(pool)
     return any(worker.status is not None and worker.status.value == "ONLINE" for worker in found)

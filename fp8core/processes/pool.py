@@ -67,15 +67,11 @@ class Handler(Protocol):
 
 
 class Service(NamedTuple):
-    """Loaded code: its description for records, and what makes the handler of a process."""
-
     description: dict[str, str]
     create: Callable[[], Handler]
 
 
 class Failure(NamedTuple):
-    """The end of a process before it answered."""
-
     outcome: Literal["timeout", "crashed"]
     detail: str
 
@@ -224,7 +220,6 @@ def _fork_until_closed(control: Connection, service: Service, limits: Limits) ->
 
 
 def _work(connection: Connection, control: Connection, service: Service, limits: Limits) -> None:
-    """Answer requests, in a forked process, until there are no more."""
     control.close()
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

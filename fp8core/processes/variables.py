@@ -1,8 +1,4 @@
-"""Environment variables of this process, as far as the library reads and sets them.
-
-Engines and trainers have libraries that read theirs once, when they are imported. Those of Prefect and MLflow are in
-`flows.environment`.
-"""
+"""Environment variables of this process, but those of Prefect and MLflow (`flows.environment`)."""
 
 import os
 from collections.abc import Mapping

@@ -40,8 +40,6 @@ class Reference(NamedTuple):
 
 
 class MathScorer:
-    """Right when the answer of the completion equals the reference's; see Scorer."""
-
     def __init__(self) -> None:
         # First calls build tables that take longer than an answer.
         for answer, reference in _FIRST:

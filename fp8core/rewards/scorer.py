@@ -32,10 +32,7 @@ class Added(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The score of an answer, and a short detail for people (empty when right).
-
-    `added` are the scores of further verifiers; the detail names those that failed.
-    """
+    """The score of an answer, a detail for people (empty when right), and the scores of further verifiers."""
 
     score: float
     outcome: VerdictOutcome
@@ -137,7 +134,6 @@ class ScorerHandler:
     """Answers with a verdict on each `Answer`, and on each reference, a (prompt, reference), whether it is one."""
 
     def __init__(self, scorer: Scorer, file: str | None) -> None:
-        """`file`: that of a user's function, for errors."""
         self._scorer, self._file = scorer, file
 
     def answer(self, request: tuple[str, ...]) -> Verdict:

@@ -41,8 +41,6 @@ class ChainVerifier:
 
 
 class FormatVerifier:
-    """See `FormatOptions` and Scorer."""
-
     def __init__(self, tags: Sequence[str]) -> None:
         self._tags = tags
 
@@ -130,7 +128,6 @@ class VerifierPool(Verifier):
     """
 
     def __init__(self, key: str, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int) -> None:
-        """Load the scorer that the setting `key` names. Raises UserError."""
         self._setting = f"{key}={name}"
         settings = {"name": name, "options": dict(options)}
         self._pool = ProcessPool(self._setting, "fp8core.rewards.scorer:serve_scorer", settings, limits)

@@ -76,7 +76,7 @@ def test_a_prefect_server_that_does_not_answer_is_one_line(capsys):
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         assert cli.main(["run", "small.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("fp8-grpo: Prefect's server at http://127.0.0.1:9/api/ does not answer (")
+    assert line.startswith("fp8-grpo: Prefect's server at http://127.0.0.1:9/api/ does not answer this client (")
 
 
 def test_a_run_shows_progress_and_says_where_things_are_and_why_it_failed(

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from ray_nodes import start_cluster
 
 from flows import cli
-from fp8core.cluster.gang import Handle, _rank_of, check_places
+from fp8core.cluster.gang import Handle, check_places
 from fp8core.cluster.member import HostProcess
 from fp8core.errors import UserError
 from fp8core.store.manifest import current_code
@@ -68,15 +68,6 @@ def test_processes_with_other_libraries_are_refused_by_their_names(first, second
     with pytest.raises(UserError) as refused:
         check_places(members)
     assert str(refused.value) == f"cluster: process 8 on b has {said}"
-
-
-def test_gpus_are_in_the_order_of_their_numbers_and_then_of_their_names():
-    """CUDA_VISIBLE_DEVICES may hold UUIDs, and Ray names GPUs by what it holds."""
-    names = ["2", "10", "GPU-0c", "GPU-a1"]
-    places = [HostProcess("h", gpu, 9 - i, "", "") for i, gpu in enumerate(names)]
-    assert sorted(reversed(places), key=_rank_of) == places
-    on_cpu = [HostProcess("h", None, pid, "", "") for pid in (7, 8)]
-    assert sorted(reversed(on_cpu), key=_rank_of) == on_cpu
 
 
 def test_a_cluster_of_our_own_leaves_sigterm_to_the_command():

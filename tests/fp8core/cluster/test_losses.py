@@ -10,9 +10,7 @@ import pytest
 import ray
 from ray_nodes import start_cluster
 
-from fp8core.cluster import gang
 from fp8core.cluster.gang import Gang
-from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost, UserError
 from fp8core.run.build import open_cluster
@@ -70,20 +68,3 @@ def test_a_process_that_hangs_is_lost_by_its_name_after_the_time_for_an_answer(a
         where = f"rank 1: process {hung.pid} on {hung.address}"
         assert str(lost.value) == f"{where} gave no answer within cluster.answer_seconds=2"
         assert not gang.alive
-
-
-class Ending(Member):
-    """A process that ends before it says where it is."""
-
-    def place(self) -> HostProcess:
-        os._exit(1)
-
-
-def test_a_process_that_ends_as_it_starts_is_a_mistake_at_first_and_a_loss_where_it_replaces_one(address, monkeypatch):
-    config = load_config("tiny", {"cluster": {"address": address, "ranks": 1}})
-    with closing(open_cluster(config)) as cluster:
-        monkeypatch.setattr(gang, "Member", Ending)
-        with pytest.raises(MemberLost, match=r"^cluster: a process did not start: "):
-            cluster.replace()
-    with pytest.raises(UserError, match=r"^cluster: a process did not start: "):
-        open_cluster(config)
