@@ -283,11 +283,8 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
     if config.training.trainer == "megatron":
         grid, ranks = config.training.megatron, config.cluster.ranks
         for name, group in (("tensor_parallel", grid.tensor_parallel), ("expert_parallel", grid.expert_parallel)):
-            if ranks % (group * grid.pipeline_parallel):
-                yield (
-                    f"cluster.ranks={ranks} is no multiple of training.megatron.{name}={group} x "
-                    f"pipeline_parallel={grid.pipeline_parallel}"
-                )
+            if ranks % group:
+                yield f"cluster.ranks={ranks} is no multiple of training.megatron.{name}={group}"
 
 
 def _update_problems(config: RunConfig) -> Iterator[str]:

@@ -25,15 +25,11 @@ class MegatronConfig(Section):
     """Training by Megatron Core on `cluster.ranks` GPUs. Copies of the model are data parallel."""
 
     tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share every linear layer.")
-    pipeline_parallel: int = Field(1, ge=1, le=64, description="GPUs that share the layers, in equal runs.")
     expert_parallel: int = Field(1, ge=1, le=256, description="GPUs that share the experts of a layer.")
     sequence_parallel: bool = Field(
         False, description="Norms and the residual stream are shared as well; needs tensor_parallel above 1."
     )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="Recompute in the backward: nothing, attention, or all layers."
-    )
-    distributed_optimizer: bool = Field(True, description="Share masters and moments among data-parallel GPUs.")
+    recompute: Literal["none", "full"] = Field("none", description="Recompute in the backward: nothing, or all layers.")
     micro_batch_tokens: int = Field(
         8192, ge=128, le=1 << 22, multiple_of=128, description="Tokens of one packed forward and backward pass."
     )

@@ -9,7 +9,7 @@ from fp8core.config.precision import CacheFormat, LinearFormat, PrecisionContrac
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.weights import StoredNames, is_linear, layer_of, rollout_formats
+from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.recipe import TILE
 
 _MIB = 1 << 20
@@ -183,19 +183,6 @@ def held(part: Part) -> int:
 
 def is_expert(name: str) -> bool:
     return ".experts." in name
-
-
-def stages(arch: Architecture, count: int) -> list[dict[str, tuple[int, ...]]]:
-    """Parameters of each pipeline stage. A tied head has a copy of the embedding in the last one."""
-    shapes, run = parameter_shapes(arch), math.ceil(arch.num_layers / count)
-    parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(math.ceil(arch.num_layers / run))]
-    for name, shape in shapes.items():
-        layer = layer_of(name)
-        index = layer // run if layer is not None else 0 if name == _EMBEDDING else -1
-        parts[index][name] = shape
-    if arch.tie_embeddings:
-        parts[-1][_EMBEDDING] = shapes[_EMBEDDING]
-    return parts
 
 
 _CACHE_WIDTH: dict[CacheFormat, int] = {"fp8": 1, "bf16": 2, "fp32": 4}

@@ -14,13 +14,11 @@ from fp8core.resources.memory import (
     ROUTER,
     Need,
     Part,
-    Shapes,
     StoredBytes,
     count,
     count_parameters,
     emulated_bytes,
     is_expert,
-    stages,
 )
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.lora import adapter_shapes
@@ -56,19 +54,11 @@ class TrainerMemory:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The spread of training over GPUs: the rest that tensor and pipeline leave is data parallel. Experts have a grid
-    of their own (as in Megatron Core)."""
+    """The spread of training over GPUs: the rest is data parallel. Experts have a grid of their own."""
 
     gpus: int = 1
     tensor: int = 1
-    pipeline: int = 1
     expert: int = 1
-
-
-def gpu_state(arch: Architecture, parallel: Parallel) -> tuple[Need, Need]:
-    """Masters and optimiser states of one GPU, shared out (a distributed optimiser, ZeRO stage 1)."""
-    stage = sum(count(shapes) for shapes, _ in heaviest(arch, parallel))
-    return state_of(math.ceil(stage * parallel.pipeline / parallel.gpus))
 
 
 def state_of(owned: int) -> tuple[Need, Need]:
@@ -112,15 +102,10 @@ def exported_in_one_piece(config: RunConfig, _: Architecture, __: Parallel, sync
     return exported(config, sync, Need("what they are made from", sync.total, "the same, not yet in one piece"))
 
 
-def heaviest(arch: Architecture, parallel: Parallel) -> Part:
-    """The pipeline stage that holds most: its parameters, with the number of GPUs that each kind is cut over."""
-    cut = [_cut(shapes, parallel) for shapes in stages(arch, parallel.pipeline)]
-    return max(cut, key=lambda part: sum(count(shapes) / parts for shapes, parts in part))
-
-
-def _cut(shapes: Shapes, parallel: Parallel) -> Part:
+def cut_parameters(arch: Architecture, parallel: Parallel) -> Part:
+    """Parameters of one GPU, with the number of GPUs that each kind is cut over."""
     kinds: dict[int, dict[str, tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
+    for name, shape in parameter_shapes(arch).items():
         # Norms and routers are whole on every GPU of a tensor-parallel group; a bias is cut as its linear is.
         whole = (len(shape) == 1 and not name.endswith(".bias")) or name.endswith(ROUTER)
         parts = parallel.expert if is_expert(name) else 1 if whole else parallel.tensor

@@ -207,7 +207,7 @@ class PolicyTrainer(ABC):
     """Counts the updates of one policy: `version` those that rollouts see."""
 
     arch: Architecture
-    _gain: UpdateGain
+    _gain: UpdateGain | None = None
 
     def __init__(self, training: TrainingConfig, objective: Objective) -> None:
         self.version = 0
@@ -250,7 +250,7 @@ class PolicyTrainer(ABC):
             first_clip_fraction=first["clip_fraction"],
             first_reward_slope=None if batch.centred_rewards is None else first["reward_slope"],
             mask_differing=int((batch.mask != written).sum()),
-            update_gain=self._gain.measured(),
+            update_gain=None if self._gain is None else self._gain.measured(),
             **{key: sum(report[key] for report in reports) / max(len(reports), 1) for key in AVERAGED},
         )
 

@@ -9,8 +9,7 @@
 | mlp.linear_fc2             | down_proj              | -                   | columns                  |
 | norms, router              | norms, gate            | -                   | not                      |
 
-Transformer Engine's layers hold the norm before a linear in that linear, and all experts of a GPU in one module. Those
-of Megatron itself hold them apart (`Style`). Experts are cut over expert parallel alone, layers over pipeline parallel.
+Experts are cut over expert parallel alone.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,14 +32,13 @@ Cut = Literal["no", "rows", "columns", "rows_of_each"]
 
 @dataclass(frozen=True)
 class Style:
-    """Whose layers hold the parameters."""
+    """Whose layers hold the parameters: the norm before a linear in that linear, all experts of a GPU in one module."""
 
     norms_in_linears: bool
     experts_together: bool
 
 
 TRANSFORMER_ENGINE = Style(norms_in_linears=True, experts_together=True)
-LOCAL = Style(norms_in_linears=False, experts_together=False)
 
 
 @dataclass(frozen=True)
@@ -58,12 +56,11 @@ class ParallelRank:
     """Where a GPU stands in the grid."""
 
     tensor: int = 0
-    pipeline: int = 0
     expert: int = 0
 
 
 def padded_vocabulary(arch: Architecture, tensor_parallel: int) -> int:
-    """Rows of the embedding and the head with padding: each GPU of a tensor-parallel group has a multiple of 128."""
+    """Rows of the embedding and the head: each GPU of a tensor-parallel group has a multiple of 128."""
     return round_up(arch.vocab_size, TILE * tensor_parallel)
 
 
@@ -75,37 +72,26 @@ def token_multiple(megatron: MegatronConfig) -> int:
 def parallel_ranks(megatron: MegatronConfig) -> list[ParallelRank]:
     """Every rank that holds something different, in order."""
     return [
-        ParallelRank(tensor, pipeline, expert)
+        ParallelRank(tensor, expert)
         for tensor in range(megatron.tensor_parallel)
-        for pipeline in range(megatron.pipeline_parallel)
         for expert in range(megatron.expert_parallel)
     ]
 
 
-def layers_of(arch: Architecture, megatron: MegatronConfig, pipeline: int) -> range:
-    count = arch.num_layers // megatron.pipeline_parallel
-    return range(pipeline * count, (pipeline + 1) * count)
-
-
-def parameters(arch: Architecture, megatron: MegatronConfig, style: Style, rank: ParallelRank) -> Iterator[Parameter]:
-    first, last = rank.pipeline == 0, rank.pipeline == megatron.pipeline_parallel - 1
-    embedding = "model.embed_tokens.weight"
-    if first:
-        yield Parameter("embedding.word_embeddings.weight", (embedding,), "rows_padded", "rows")
-    for local, layer in enumerate(layers_of(arch, megatron, rank.pipeline)):
-        yield from _attention(arch, style, f"decoder.layers.{local}", f"model.layers.{layer}")
+def parameters(arch: Architecture, megatron: MegatronConfig, style: Style, expert: int) -> Iterator[Parameter]:
+    """Those of a GPU with this share of the experts."""
+    yield Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "rows_padded", "rows")
+    for layer in range(arch.num_layers):
+        yield from _attention(arch, style, f"decoder.layers.{layer}", f"model.layers.{layer}")
         if arch.experts is not None and layer in arch.sparse_layers:
             count = arch.experts.count // megatron.expert_parallel
-            held = range(rank.expert * count, (rank.expert + 1) * count)
-            yield from _experts(style, held, f"decoder.layers.{local}", f"model.layers.{layer}")
+            own = range(expert * count, (expert + 1) * count)
+            yield from _experts(style, own, f"decoder.layers.{layer}", f"model.layers.{layer}")
         else:
-            yield from _mlp(style, f"decoder.layers.{local}", f"model.layers.{layer}")
-    if last:
-        yield Parameter("decoder.final_layernorm.weight", ("model.norm.weight",))
-        if not arch.tie_embeddings:
-            yield Parameter("output_layer.weight", ("lm_head.weight",), "rows_padded", "rows")
-        elif not first:
-            yield Parameter("output_layer.weight", (embedding,), "rows_padded", "rows")
+            yield from _mlp(style, f"decoder.layers.{layer}", f"model.layers.{layer}")
+    yield Parameter("decoder.final_layernorm.weight", ("model.norm.weight",))
+    if not arch.tie_embeddings:
+        yield Parameter("output_layer.weight", ("lm_head.weight",), "rows_padded", "rows")
 
 
 def _attention(arch: Architecture, style: Style, into: str, source: str) -> Iterator[Parameter]:
@@ -131,22 +117,15 @@ def _mlp(style: Style, into: str, source: str) -> Iterator[Parameter]:
     yield Parameter(f"{into}.mlp.linear_fc2.weight", (f"{source}.mlp.down_proj.weight",), cut="columns")
 
 
-def _experts(style: Style, held: range, into: str, source: str) -> Iterator[Parameter]:
+def _experts(style: Style, own: range, into: str, source: str) -> Iterator[Parameter]:
     # The router reads the normed states too, so that this norm is in no linear.
     yield Parameter(f"{into}.pre_mlp_layernorm.weight", (f"{source}.post_attention_layernorm.weight",))
     yield Parameter(f"{into}.mlp.router.weight", (f"{source}.mlp.gate.weight",))
-    for local, expert in enumerate(held):
-        fc1, fc2 = (
-            _expert_name(style, f"{into}.mlp.experts", linear, local) for linear in ("linear_fc1", "linear_fc2")
-        )
+    for local, expert in enumerate(own):
+        place = "{}.weight" + str(local) if style.experts_together else f"local_experts.{local}.{{}}.weight"
+        fc1, fc2 = (f"{into}.mlp.experts.{place.format(linear)}" for linear in ("linear_fc1", "linear_fc2"))
         yield Parameter(fc1, _gate_up(f"{source}.mlp.experts.{expert}"), "one_after_another")
         yield Parameter(fc2, (f"{source}.mlp.experts.{expert}.down_proj.weight",))
-
-
-def _expert_name(style: Style, prefix: str, linear: str, expert: int) -> str:
-    if style.experts_together:
-        return f"{prefix}.{linear}.weight{expert}"
-    return f"{prefix}.local_experts.{expert}.{linear}.weight"
 
 
 def _gate_up(prefix: str) -> tuple[str, str]:
@@ -159,7 +138,7 @@ def share(
     """One GPU's parameters by Megatron's names; `policy`: tensors by Hugging Face name, of any type and device."""
     return {
         each.name: _cut(_joined(arch, megatron, each, policy), each, megatron.tensor_parallel, rank)
-        for each in parameters(arch, megatron, style, rank)
+        for each in parameters(arch, megatron, style, rank.expert)
     }
 
 
@@ -168,20 +147,19 @@ def policy_of(
 ) -> dict[str, Tensor]:
     """The whole policy by Hugging Face name, from the shares of ranks that together hold everything."""
     policy: dict[str, Tensor] = {}
-    for pipeline, expert in sorted({(rank.pipeline, rank.expert) for rank in shares}):
-        for parameter in parameters(arch, megatron, style, ParallelRank(0, pipeline, expert)):
+    for expert in sorted({rank.expert for rank in shares}):
+        for parameter in parameters(arch, megatron, style, expert):
             if not policy.keys() >= set(parameter.sources):
-                held = [shares[rank][parameter.name] for rank in _holders(parameter, shares, pipeline, expert)]
-                policy |= zip(parameter.sources, _parted(arch, parameter, _uncut(held, parameter)), strict=True)
+                parts = [shares[rank][parameter.name] for rank in _holders(parameter, shares, expert)]
+                policy |= zip(parameter.sources, _parted(arch, parameter, _uncut(parts, parameter)), strict=True)
     return policy
 
 
-def _holders(parameter: Parameter, ranks: Iterable[ParallelRank], pipeline: int, expert: int) -> list[ParallelRank]:
+def _holders(parameter: Parameter, ranks: Iterable[ParallelRank], expert: int) -> list[ParallelRank]:
     """The ranks that together hold a parameter, in the order of its cuts: experts are not cut by tensor parallelism."""
-    stage = sorted(rank for rank in ranks if rank.pipeline == pipeline)
     if ".experts." in parameter.name:
-        return [next(rank for rank in stage if rank.expert == expert)]
-    return [next(found) for _, found in groupby(stage, key=lambda rank: rank.tensor)]
+        return [next(rank for rank in sorted(ranks) if rank.expert == expert)]
+    return [next(found) for _, found in groupby(sorted(ranks), key=lambda rank: rank.tensor)]
 
 
 def _joined(arch: Architecture, megatron: MegatronConfig, parameter: Parameter, policy: Mapping[str, Tensor]) -> Tensor:
@@ -215,7 +193,7 @@ def _parted(arch: Architecture, parameter: Parameter, whole: Tensor) -> list[Ten
 
 
 def _cut(whole: Tensor, parameter: Parameter, count: int, rank: ParallelRank) -> Tensor:
-    """A tensor-parallel share: always a tensor of its own."""
+    """Always a tensor of its own."""
     match parameter.cut:
         case "no":
             return whole.clone()
@@ -248,9 +226,7 @@ def gathered(
 ) -> dict[ParallelRank, dict[str, Tensor]]:
     """The tensors of every rank, by Megatron's names; every process calls it at the same time.
 
-    The first process has tensors on the CPU, each of the first rank that holds it; the others have nothing. `device`:
-    that processes exchange tensors on.
-    """
+    The first process has them on the CPU, the others have nothing. `device`: that processes exchange tensors on."""
     own = (rank, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in held.items()})
     found: list[tuple[ParallelRank, dict[str, Spec]]] = [own] * get_world_size()
     all_gather_object(found, own)
@@ -269,16 +245,15 @@ def gathered(
 def senders(found: Sequence[tuple[ParallelRank, Mapping[str, object]]]) -> Iterator[tuple[int, str]]:
     """The sender of each tensor, in an order that all agree on: nothing is sent twice.
 
-    Experts are alike wherever the stage and the share of experts are, all else wherever the stage and the share of the
-    linears are.
+    Experts are alike wherever the share of experts is, all else wherever the share of the linears is.
     """
     processes: dict[ParallelRank, int] = {}
     for process, (rank, _) in enumerate(found):
         processes.setdefault(rank, process)
-    firsts: dict[tuple[bool, int, int], ParallelRank] = {}
+    firsts: dict[tuple[bool, int], ParallelRank] = {}
     for rank in sorted(processes):
-        for experts, share in ((True, rank.expert), (False, rank.tensor)):
-            firsts.setdefault((experts, rank.pipeline, share), rank)
-    for (experts, _, _), rank in firsts.items():
+        for of_experts, part in ((True, rank.expert), (False, rank.tensor)):
+            firsts.setdefault((of_experts, part), rank)
+    for (of_experts, _), rank in firsts.items():
         names = found[processes[rank]][1]
-        yield from ((processes[rank], name) for name in names if (".experts." in name) == experts)
+        yield from ((processes[rank], name) for name in names if (".experts." in name) == of_experts)

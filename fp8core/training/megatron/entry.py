@@ -3,13 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
-from fp8core.config.training import MegatronConfig, TrainingConfig
+from fp8core.config.training import MegatronConfig
 from fp8core.errors import refuse
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear
@@ -17,33 +16,37 @@ from fp8core.numerics.recipe import TILE
 from fp8core.resources.memory import BF16_BYTES, FP32_BYTES, Need, StoredBytes, count_parameters, held
 from fp8core.rollout.registry import longest_sequence
 from fp8core.training.megatron.conversion import padded_vocabulary, token_multiple
-from fp8core.training.memory import AT_REST, WORKSPACE, Parallel, TrainerMemory, exported, gpu_state, heaviest, state_of
+from fp8core.training.memory import (
+    AT_REST,
+    WORKSPACE,
+    Parallel,
+    TrainerMemory,
+    cut_parameters,
+    exported,
+    state_of,
+)
 from fp8core.training.ranks import Ranks
 from fp8core.training.registry import TrainerEntry
 from fp8core.training.trainer import LocalTrainer
 
+_PACKAGES = "megatron-core", "transformer-engine"
 
-def package_refusals(node: Node) -> Iterator[str]:
-    for package in ["megatron-core"] if node.platform == "cpu" else ["megatron-core", "transformer-engine"]:
+
+def _missing(node: Node) -> Iterator[str]:
+    for package in _PACKAGES:
         if package not in node.packages:
             yield f"training.trainer=megatron: {package} is not installed (pip install 'fp8-grpo[megatron]')"
 
 
 def machine_refusals(config: RunConfig, node: Node) -> Iterator[str]:
     """A message for all that is missing or not computed on `node`, where ranks compute."""
-    yield from package_refusals(node)
-    contract, on_cpu = config.precision.training, node.platform == "cpu"
-    if on_cpu and contract.linear != "fp32":
-        yield (
-            f"precision.training.linear={contract.linear}: without a GPU Megatron trains in FP32 alone; set linear and "
-            "kv_cache to fp32, or training.trainer to torch"
-        )
+    if node.platform == "cpu":
+        yield "training.trainer=megatron: Megatron trains on GPUs, and torch sees none here; set it to torch"
         return
-    if on_cpu:
-        yield from _cpu_refusals(config.training.megatron)
-    elif contract.linear == "fp32":
-        yield "precision.training.linear=fp32: Megatron trains in FP32 on a CPU alone; set it to bf16"
-    rules = config.precision.recipe
+    yield from _missing(node)
+    contract, rules = config.precision.training, config.precision.recipe
+    if contract.linear == "fp32":
+        yield "precision.training.linear=fp32: Megatron computes in BF16 or block FP8; set it to bf16 or fp8_block"
     if contract.linear == "fp8_block" and rules.activations.rule != rules.weights.rule:
         yield (
             f"precision.scale_rule={rules.name}: Transformer Engine quantises activations and weights by one rule; set "
@@ -59,39 +62,28 @@ def machine_refusals(config: RunConfig, node: Node) -> Iterator[str]:
             f"precision.training.backward={contract.backward_format}: Transformer Engine multiplies backward in the "
             f"format of the forward; set it to null or to {contract.linear}"
         )
-    if not on_cpu and config.cluster.ranks > node.gpus:
+    if config.cluster.ranks > node.gpus:
         yield f"cluster.ranks={config.cluster.ranks}: this machine has {node.gpus} GPUs"
 
 
-def _cpu_refusals(megatron: MegatronConfig) -> Iterator[str]:
-    only_here = {"recompute": "none", "sequence_parallel": False, "expert_parallel": 1, "pipeline_parallel": 1}
-    for name, value in only_here.items():
-        if getattr(megatron, name) != value:
-            yield f"training.megatron.{name}: Megatron does that on a GPU alone; set it to {value}"
-
-
-def required_environment(config: RunConfig) -> dict[str, str]:
-    """The variables that must stand in the environment before Transformer Engine is imported."""
-    return {
+def environment(config: RunConfig) -> Environment:
+    """What Transformer Engine reads when it is imported."""
+    required = {
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1" if config.precision.scale_rule == "fp32" else "0",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0" if config.training.deterministic else "1",
     }
-
-
-def suggested_environment(config: RunConfig) -> dict[str, str]:
-    """One queue keeps communication behind the GEMM that it shall overlap with."""
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if config.training.megatron.tensor_parallel > 1 else {}
+    # One queue keeps communication behind the GEMM that it shall overlap with.
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if config.training.megatron.tensor_parallel > 1 else {}
+    return Environment(required, queues)
 
 
 def grid_refusals(
     arch: Architecture, megatron: MegatronConfig, contract: PrecisionContract, longest: int
 ) -> Iterator[str]:
-    """A message for all that Megatron Core or Transformer Engine would refuse later. `longest`: tokens of a
-    sequence."""
-    tensor, pipeline, expert = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel
+    """A message for all that Megatron or Transformer Engine would refuse later; `longest`: tokens of a sequence."""
+    tensor, expert = megatron.tensor_parallel, megatron.expert_parallel
     yield from _remainder("tensor_parallel", tensor, arch.num_kv_heads, "KV heads")
     yield from _remainder("tensor_parallel", tensor, arch.intermediate_size, "columns of the MLP")
-    yield from _remainder("pipeline_parallel", pipeline, arch.num_layers, "layers")
     if arch.experts is None:
         yield from _remainder("expert_parallel", expert, 1, "expert (it is dense)")
     else:
@@ -139,30 +131,27 @@ _REPEATABLE = "repeatable backward; none with training.deterministic=false"
 
 
 def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    part = heaviest(arch, parallel)
-    parameters = held(part)
-    shared = config.training.megatron.distributed_optimizer
-    owned = gpu_state(arch, parallel) if shared else state_of(parameters)
-    return *owned, Need("weights", parameters * BF16_BYTES, "BF16"), Need("gradients", parameters * FP32_BYTES, "FP32")
+    parameters = held(cut_parameters(arch, parallel))
+    weights = Need("weights", parameters * BF16_BYTES, "BF16"), Need("gradients", parameters * FP32_BYTES, "FP32")
+    return *state_of(math.ceil(count_parameters(arch).total / parallel.gpus)), *weights
 
 
 def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    tensor, pipeline = parallel.tensor, parallel.pipeline
+    tensor = parallel.tensor
     linear = held(
         [
             ({name: shape for name, shape in shapes.items() if is_linear(name)}, parts)
-            for shapes, parts in heaviest(arch, parallel)
+            for shapes, parts in cut_parameters(arch, parallel)
         ]
     )
     fp8 = config.precision.training.linear == "fp8_block"
     codes = (Need("quantised copies", _COPIES * linear, "FP8 codes by rows and by columns"),) if fp8 else ()
     repeatable = config.training.deterministic
     scores = (Need("attention scores", _scores(config, arch, tensor), _REPEATABLE),) if repeatable else ()
-    packs = "one pack" if pipeline == 1 else f"{pipeline} packs in flight"
     return (
         *codes,
         *scores,
-        Need("activations", _activations(config, arch, tensor, pipeline), f"of {packs}; estimate"),
+        Need("activations", _activations(config, arch, tensor), "of one pack; estimate"),
         Need("head", _head(config, arch, tensor), "logits of a part, FP32 gradients of its weight"),
         Need("workspace", WORKSPACE, "estimate"),
     )
@@ -170,7 +159,7 @@ def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Ne
 
 def _exported(config: RunConfig, arch: Architecture, parallel: Parallel, sync: StoredBytes) -> tuple[Need, ...]:
     """Where GPUs share the weights, the policy is put together in main memory; else it is made on every GPU."""
-    if (parallel.tensor, parallel.pipeline, parallel.expert) != (1, 1, 1):
+    if (parallel.tensor, parallel.expert) != (1, 1):
         return ()
     return exported(config, sync, Need("what they are made from", count_parameters(arch).total * BF16_BYTES, "BF16"))
 
@@ -189,9 +178,8 @@ def _head(config: RunConfig, arch: Architecture, tensor: int) -> int:
     return FP32_BYTES * (_LOGIT_TENSORS * logits + _HEAD_GRADIENTS * rows * arch.hidden_size)
 
 
-def _activations(config: RunConfig, arch: Architecture, tensor: int, pipeline: int) -> int:
-    """Of all layers, or their inputs and one layer that is recomputed. The first pipeline stage has as many packs in
-    flight as there are stages."""
+def _activations(config: RunConfig, arch: Architecture, tensor: int) -> int:
+    """Of all layers, or their inputs and one layer that is recomputed."""
     spread = config.training.megatron
     hidden, heads = arch.hidden_size, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
     width = arch.intermediate_size
@@ -199,7 +187,7 @@ def _activations(config: RunConfig, arch: Architecture, tensor: int, pipeline: i
         width = experts.per_token * (experts.intermediate_size + hidden)
     inside = (5 * hidden + 2 * heads + 3 * width) // tensor
     inputs = hidden // (tensor if spread.sequence_parallel else 1)
-    layers = arch.num_layers // pipeline * pipeline
+    layers = arch.num_layers
     kept = layers * inputs + 2 * inside if spread.recompute == "full" else layers * (inputs + inside)
     return spread.micro_batch_tokens * BF16_BYTES * kept
 
@@ -213,11 +201,6 @@ MEMORY = TrainerMemory(
     # Nothing else gives as much back as the scores that repeatable attention holds.
     advice="set training.deterministic=false, lower training.megatron.micro_batch_tokens",
 )
-"""On each GPU of the grid: weights in BF16 and, for FP8 linears, Transformer Engine's codes of them; FP32 gradients;
-activations of the packs that a stage has in flight; what the head makes of a part of their tokens."""
-
-
-_ALONE = {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "sequence_parallel": False}
 
 
 def _build(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks) -> LocalTrainer:
@@ -226,27 +209,13 @@ def _build(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor],
     return process_trainer(config, arch, masters, ranks)
 
 
-def _grid(config: RunConfig) -> Parallel:
-    spread = config.training.megatron
-    return Parallel(config.cluster.ranks, spread.tensor_parallel, spread.pipeline_parallel, spread.expert_parallel)
-
-
-def _alone(training: TrainingConfig) -> TrainingConfig:
-    return training.model_copy(update={"megatron": training.megatron.model_copy(update=_ALONE)})
-
-
-def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
-    return grid_refusals(arch, config.training.megatron, config.precision, longest_sequence(config, arch))
-
-
 def _requirements() -> str:
     node = this_node(_PACKAGES)
-    refuse(package_refusals(node))
-    formats = "FP32 on this CPU" if node.platform == "cpu" else "block FP8 and BF16 on Hopper"
-    return f"megatron-core {node.packages['megatron-core']}, {formats}"
+    refuse(_missing(node))
+    return f"megatron-core {node.packages['megatron-core']}, block FP8 and BF16 on Hopper"
 
 
-_PACKAGES = "megatron-core", "transformer-engine"
+_ALONE = {"tensor_parallel": 1, "expert_parallel": 1, "sequence_parallel": False}
 
 TRAINER = TrainerEntry(
     name="megatron",
@@ -255,13 +224,17 @@ TRAINER = TrainerEntry(
     build=_build,
     arithmetic="own",
     scores_updates=False,
-    device=lambda _: "cuda" if torch.cuda.is_available() else "cpu",
+    device=lambda _: "cuda",
     requirements=_requirements,
     check=machine_refusals,
-    check_model=_check_model,
-    environment=lambda config: Environment(required_environment(config), suggested_environment(config)),
-    grid=_grid,
-    alone=_alone,
-    needs_gpu=lambda config: config.cluster.ranks > 1,
+    check_model=lambda config, arch: grid_refusals(
+        arch, config.training.megatron, config.precision, longest_sequence(config, arch)
+    ),
+    environment=environment,
+    grid=lambda config: Parallel(
+        config.cluster.ranks, config.training.megatron.tensor_parallel, config.training.megatron.expert_parallel
+    ),
+    alone=lambda training: training.model_copy(update={"megatron": training.megatron.model_copy(update=_ALONE)}),
+    needs_gpu=lambda _: True,
     memory=lambda _: MEMORY,
 )

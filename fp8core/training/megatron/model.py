@@ -1,15 +1,12 @@
 """Megatron Core's GPT up to the final norm: the head is ours, so that no call holds all logits."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -22,41 +19,30 @@ from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import UNRECORDED, top_k
 from fp8core.numerics.elementwise import Rounding, inverse_frequencies, keep_fp32, scale_frequencies
-from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs
-from fp8core.numerics.packed import copied
+from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.training.megatron.conversion import padded_vocabulary
-from fp8core.training.packing import Pack
 
 
 class PolicyModel(GPTModel):
     """GPT whose forward ends with hidden states, and whose rotary angles are our decoder's."""
 
     def __init__(
-        self,
-        arch: Architecture,
-        megatron: MegatronConfig,
-        config: TransformerConfig,
-        device: torch.device,
-        first: bool,
-        last: bool,
+        self, arch: Architecture, megatron: MegatronConfig, config: TransformerConfig, device: torch.device
     ) -> None:
         super().__init__(
             config,
             layers(config),
             vocab_size=padded_vocabulary(arch, megatron.tensor_parallel),
             max_sequence_length=arch.max_positions,
-            pre_process=first,
-            post_process=last,
             share_embeddings_and_output_weights=arch.tie_embeddings,
             parallel_output=True,
             position_embedding_type="rope",
         )
-        # Megatron's have the factors of Llama 3.1 alone.
         self.rotary_pos_emb = RotaryAngles(arch, device)
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[T, 1, hidden], whole on every GPU of a tensor-parallel group; of other stages what they hand on."""
-        if self.post_process and self.config.sequence_parallel:
+        """[T, 1, hidden], whole on every GPU of a tensor-parallel group."""
+        if self.config.sequence_parallel:
             # The head adds up the gradients of the group by itself.
             gathered: Tensor = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
             return gathered
@@ -68,73 +54,16 @@ class PolicyModel(GPTModel):
         return weight
 
 
-def packed_call(pack: Pack) -> dict[str, Any]:
-    device, longest = pack.tokens.device, pack.sequences.longest
-    bounds = copied(torch.tensor(pack.sequences.starts, dtype=torch.int32), device)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
-    return {
-        "input_ids": pack.tokens[None],
-        "position_ids": copied(pack.sequences.positions, device)[None],
-        "attention_mask": None,
-        "packed_seq_params": packed,
-    }
-
-
 def layers(config: TransformerConfig) -> TransformerBlockSubmodules:
-    fused = config.transformer_impl == "transformer_engine"
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm")
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm")
     for layer in block.layer_specs:
         if hasattr(layer.submodules.mlp.submodules, "router"):
             layer.submodules.mlp.submodules.router = PolicyRouter
-    if not fused:
-        _for_cpu(block, config.qk_layernorm)
     return block
 
 
-def _for_cpu(block: TransformerBlockSubmodules, qk_norm: bool) -> None:
-    block.layer_norm = LocalNorm
-    for layer in block.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LocalNorm
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = LocalAttention
-        if qk_norm:
-            attention.q_layernorm = attention.k_layernorm = LocalNorm
-
-
-class LocalAttention(torch.nn.Module):
-    """The constructor and the call of `megatron.core.transformer.attention.CoreAttention`."""
-
-    def __init__(self, config: Any, layer_number: int, *_: Any, **__: Any) -> None:
-        super().__init__()
-        self._scale = 1.0 / math.sqrt(config.kv_channels)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: PackedSeqParams, **_: Any
-    ) -> Tensor:
-        """[T, heads, d], [T, KV heads, d] twice to [T, heads, d]; a token sees those before it in its sequence."""
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        parts = [self._attend(*(x[start:end] for x in (query, key, value))) for start, end in pairwise(bounds)]
-        return torch.cat(parts)
-
-    def _attend(self, *qkv: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self._scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
-
-
-class LocalNorm(torch.nn.RMSNorm):
-    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__(hidden_size, eps, dtype=config.params_dtype)
-        # Each GPU of the group normalises other tokens, so that Megatron adds up the gradients.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - no such attribute declared
-
-
 class RotaryAngles(torch.nn.Module):
-    """Replaces Megatron's `RotaryEmbedding`, with any factors of Llama 3.1's scaling."""
+    """Replaces Megatron's `RotaryEmbedding`, which has the factors of Llama 3.1 alone."""
 
     def __init__(self, arch: Architecture, device: torch.device) -> None:
         super().__init__()
@@ -149,7 +78,7 @@ class RotaryAngles(torch.nn.Module):
         return int(packed.max_seqlen_q)
 
     def forward(self, positions: int, **_: Any) -> Tensor:
-        """Angles of positions 0, 1, ...: FP32 [positions, 1, 1, head_dim], each of the two halves the same."""
+        """FP32 [positions, 1, 1, head_dim], each of the two halves the same."""
         steps = torch.arange(positions, dtype=torch.float32, device=self._frequencies.device)
         angles = steps[:, None] * self._frequencies
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
@@ -158,8 +87,8 @@ class RotaryAngles(torch.nn.Module):
 class Replay:
     """Replaces Megatron's `RouterReplay`, which cannot leave a position to the router.
 
-    The router's own choice is the reference's: of equal scores the lower index, where torch's topk takes any. `chosen`
-    is int16 [T, k], `UNRECORDED` where the router chooses, or None without a replay."""
+    Of equal scores the router takes the lower index, as the reference does. `chosen` is int16 [T, k], `UNRECORDED`
+    where the router chooses, or None without a replay."""
 
     def __init__(self) -> None:
         self.chosen: Tensor | None = None
@@ -167,7 +96,7 @@ class Replay:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, compute: Callable[..., tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Scores and indices [T, k] of the experts: Megatron's call, by Megatron's name."""
+        """Scores and indices [T, k] of the experts: Megatron's call."""
         indices = top_k(scores, topk)
         if self.chosen is not None:
             indices = torch.where(self.chosen == UNRECORDED, indices, self.chosen.long())
@@ -175,7 +104,7 @@ class Replay:
 
 
 class PolicyRouter(TopKRouter):
-    """Megatron's router moves its weight to a GPU and needs Transformer Engine. `rounding`: the point `routed`."""
+    """Megatron's own moves its weight to a GPU. `rounding`: the point `routed`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -183,7 +112,6 @@ class PolicyRouter(TopKRouter):
         self.rounding: Rounding = keep_fp32
 
     def gating(self, hidden: Tensor) -> Tensor:
-        """Logits [..., experts] in FP32 from BF16 or FP32 operands."""
         return self.rounding(torch.nn.functional.linear(hidden.float(), self.weight.float()))
 
 
@@ -197,8 +125,8 @@ class VocabularyShare:
     form: HeadFormat
 
 
-class _ShardedHead(ChunkedHead):
-    """One GPU's rows; the gradient of the hidden states is summed over the group in FP32."""
+class ShardedHead(ChunkedHead):
+    """One GPU's rows; the gradient of the hidden states is summed over the group."""
 
     partial_dtype = torch.float32
 
@@ -255,10 +183,8 @@ class _ShardedHead(ChunkedHead):
         return x
 
     def returned(self, grad_weight: Tensor) -> Tensor:
-        """Add the gradient to the FP32 buffer that Megatron keeps, unrounded, and return what autograd is to see.
-
-        The protocol is that of Megatron's own linear layers (`tensor_parallel/layers.py`).
-        """
+        """Add the gradient to the FP32 buffer that Megatron keeps, and return what autograd is to see: the protocol of
+        Megatron's own linears (`tensor_parallel/layers.py`)."""
         buffer: Tensor | None = getattr(self.weight, "main_grad", None)
         if buffer is None:
             return grad_weight.to(self.weight.dtype)
@@ -273,14 +199,5 @@ class _ShardedHead(ChunkedHead):
 
 
 def _fp32_product(a: Tensor, b: Tensor) -> Tensor:
-    """FP32 sums of products of one format; on a CPU those of BF16 are rounded once more."""
+    """On a CPU sums of BF16 are rounded once more."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype == torch.bfloat16 else (a @ b).float()
-
-
-def written_logprobs(
-    hidden: Tensor, weight: Tensor, share: VocabularyShare, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, FP32 [tokens], in nats, both differentiable.
-
-    `hidden`: BF16 or FP32 [tokens, hidden], equal on every GPU of the group. `weight`: this GPU's rows of the head."""
-    return chunked_logprobs(hidden, weight, _ShardedHead(weight, share, temperature), targets)

@@ -30,25 +30,23 @@ def join(megatron: MegatronConfig, ranks: int, device: torch.device) -> None:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=megatron.tensor_parallel,
-            pipeline_model_parallel_size=megatron.pipeline_parallel,
             expert_model_parallel_size=megatron.expert_parallel,
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=_TIMEOUT // timedelta(minutes=1),
         )
         if device.type == "cuda":
             model_parallel_cuda_manual_seed(_SEED)
-    held = (
+    own = (
         distributed.get_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
     )
-    wanted = (ranks, megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel)
-    assert held == wanted, f"this process is part of the grid {held}, and cannot join {wanted} before it leaves"
+    wanted = (ranks, megatron.tensor_parallel, megatron.expert_parallel)
+    assert own == wanted, f"this process is part of the grid {own}, and cannot join {wanted} before it leaves"
 
 
 def destroy() -> None:
-    """Leave the grid and the group after the last trainer of this process; all processes call it together."""
+    """After the last trainer of this process; all processes call it together."""
     if distributed.is_initialized():
         parallel_state.destroy_model_parallel()
         distributed.destroy_process_group()
@@ -56,9 +54,7 @@ def destroy() -> None:
 
 def own_rank() -> ParallelRank:
     return ParallelRank(
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
     )
 
 

@@ -1,6 +1,6 @@
 """One process's share of a policy in Megatron's layers: loads weights, scores sequences, gives weights back."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -17,18 +17,18 @@ from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import training_formats
 from fp8core.numerics.kv_scales import KvStatistics, Scales
-from fp8core.training.megatron.arguments import Kind, transformer_arguments
+from fp8core.numerics.logprobs import chunked_logprobs
+from fp8core.numerics.packed import copied
+from fp8core.training.megatron.arguments import transformer_arguments
 from fp8core.training.megatron.conversion import (
-    LOCAL,
     TRANSFORMER_ENGINE,
     gathered,
-    layers_of,
     padded_vocabulary,
     parallel_ranks,
     policy_of,
     share,
 )
-from fp8core.training.megatron.model import PolicyModel, PolicyRouter, VocabularyShare, packed_call, written_logprobs
+from fp8core.training.megatron.model import PolicyModel, PolicyRouter, ShardedHead, VocabularyShare
 from fp8core.training.megatron.parallel import data_group, own_rank, tensor_group
 from fp8core.training.packing import Pack
 
@@ -52,6 +52,8 @@ class CountedPack:
 class MegatronPolicy:
     """The model of this process; process groups exist (`parallel.join`)."""
 
+    style = TRANSFORMER_ENGINE
+
     def __init__(
         self,
         arch: Architecture,
@@ -60,13 +62,9 @@ class MegatronPolicy:
         device: torch.device,
         deterministic: bool,
     ) -> None:
-        kind: Kind = "cuda" if device.type == "cuda" else "cpu"
-        config = TransformerConfig(**transformer_arguments(arch, contract, megatron, kind, deterministic))
-        self.arch, self.device = arch, device
-        self.style, self.rank = TRANSFORMER_ENGINE if kind == "cuda" else LOCAL, own_rank()
-        self.megatron = megatron
-        first, last = self.rank.pipeline == 0, self.rank.pipeline == megatron.pipeline_parallel - 1
-        self.model = PolicyModel(arch, megatron, config, device, first, last).to(device)
+        config = TransformerConfig(**transformer_arguments(arch, contract, megatron, deterministic))
+        self.arch, self.device, self.megatron, self.rank = arch, device, megatron, own_rank()
+        self.model = PolicyModel(arch, megatron, config, device).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
         routed = training_formats(contract, arch.num_layers).points.routed
         for router in self.routers:
@@ -77,13 +75,13 @@ class MegatronPolicy:
 
     def describe(self) -> dict[str, object]:
         config = self.model.config
-        inner = "fp8_block" if config.fp8 else "fp32" if config.params_dtype == torch.float32 else "bf16"
+        inner = "fp8_block" if config.fp8 else "bf16"
         ends = (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16)
         first, last = ends if config.first_last_layers_bf16 else (0, 0)
         kept = {*range(first), *range(config.num_layers - last, config.num_layers)}
         return {
             "linear": ["bf16" if layer in kept else inner for layer in range(config.num_layers)],
-            "attention": "fp32" if inner == "fp32" else "bf16",
+            "attention": "bf16",
             "head": self._head.form,
             "layers": config.transformer_impl,
             # The order in which tokens of an expert are added up has not been shown to be fixed.
@@ -93,10 +91,10 @@ class MegatronPolicy:
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take this rank's share of a whole policy in the Hugging Face layout."""
-        held = dict(self.model.named_parameters())
+        own = dict(self.model.named_parameters())
         found = share(self.arch, self.megatron, self.style, self.rank, weights)
-        assert held.keys() == found.keys(), f"Megatron names other parameters: {sorted(held.keys() ^ found.keys())}"
-        for name, parameter in held.items():
+        assert own.keys() == found.keys(), f"Megatron names other parameters: {sorted(own.keys() ^ found.keys())}"
+        for name, parameter in own.items():
             assert parameter.shape == found[name].shape, f"{name}: {parameter.shape} is not {found[name].shape}"
             parameter.data.copy_(found[name])
 
@@ -118,28 +116,32 @@ class MegatronPolicy:
         return {name: found[name] for name, _ in self.model.named_parameters()}
 
     def hidden(self, micro_batch: CountedPack) -> Tensor:
-        """[T, 1, hidden] (differentiable) that this stage hands on; of the last stage what the head takes."""
+        """[T, 1, hidden] after the final norm, differentiable."""
         if self._observing:
             self._valid = micro_batch.valid
-        self._replay(micro_batch.pack.experts)
-        states: Tensor = self.model(**packed_call(micro_batch.pack))
-        if self.routers and states.requires_grad:
-            # Other micro-batches run before the backward pass of this one, which may recompute it.
-            states.register_hook(lambda _: self._replay(micro_batch.pack.experts))
+        pack = micro_batch.pack
+        self._replay(pack.experts)
+        longest = pack.sequences.longest
+        bounds = copied(torch.tensor(pack.sequences.starts, dtype=torch.int32), self.device)
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+        positions = copied(pack.sequences.positions, self.device)
+        states: Tensor = self.model(
+            input_ids=pack.tokens[None], position_ids=positions[None], attention_mask=None, packed_seq_params=packed
+        )
         return states
 
     def head(self, micro_batch: CountedPack, states: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of each written token, FP32 [written], differentiable."""
         pack = micro_batch.pack
         chosen = states[:, 0][pack.written - 1]
-        targets = pack.tokens[pack.written]
-        return written_logprobs(chosen, self.model.head_weight(), self._head, targets, temperature)
+        weight, targets = self.model.head_weight(), pack.tokens[pack.written]
+        return chunked_logprobs(chosen, weight, ShardedHead(weight, self._head, temperature), targets)
 
     def _replay(self, experts: Tensor | None) -> None:
-        """Force a pack's experts [T, sparse layers of all stages, k] on the routers, or leave them to choose."""
-        stage = layers_of(self.arch, self.megatron, self.rank.pipeline)
-        sparse = [index for index, layer in enumerate(self.arch.sparse_layers) if layer in stage]
-        for index, router in zip(sparse, self.routers, strict=True):
+        """Force a pack's experts [T, sparse layers, k] on the routers, or leave them to choose."""
+        for index, router in enumerate(self.routers):
             if experts is None:
                 router.router_replay.chosen = None
                 continue
@@ -150,7 +152,7 @@ class MegatronPolicy:
 
     @contextmanager
     def observed(self, statistics: KvStatistics, scales: Scales) -> Iterator[None]:
-        """While it lasts, Q, K and V of this stage are added to the statistics; for passes without gradients."""
+        """While it lasts, Q, K and V are added to the statistics; for passes without gradients."""
         self._observing = True
 
         def observe(layer: int, _: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -168,68 +170,3 @@ class MegatronPolicy:
             self._observing = False
             for handle in handles:
                 handle.remove()
-
-
-TakeScores = Callable[[CountedPack, Tensor, Tensor], None]
-"""Takes a micro-batch on the policy's device, and log-prob and entropy of each written token, FP32 [written]."""
-Loss = Callable[[CountedPack, Tensor, Tensor], Tensor]
-"""From a micro-batch, its log-probs and its entropies, both differentiable, to its share of the loss: a scalar."""
-
-
-def score(policy: MegatronPolicy, micro_batches: Sequence[CountedPack], temperature: float, scored: TakeScores) -> None:
-    """Forward passes under the caller's `no_grad`; `scored` is called in the last stage alone."""
-
-    def finish(micro_batch: CountedPack, states: Tensor) -> Tensor:
-        scored(micro_batch, *policy.head(micro_batch, states, temperature))
-        return states
-
-    policy.model.train(False)
-    _run(policy, micro_batches, finish, forward_only=True)
-
-
-def accumulate(policy: MegatronPolicy, micro_batches: Sequence[CountedPack], temperature: float, loss: Loss) -> None:
-    """Add up the gradients of all micro-batches; `loss` is called in the last stage alone."""
-
-    def finish(micro_batch: CountedPack, states: Tensor) -> Tensor:
-        return loss(micro_batch, *policy.head(micro_batch, states, temperature))
-
-    # Only passes with gradients recompute.
-    policy.model.train(True)
-    _run(policy, micro_batches, finish, forward_only=False)
-
-
-def _run(
-    policy: MegatronPolicy,
-    micro_batches: Sequence[CountedPack],
-    finish: Callable[[CountedPack, Tensor], Tensor],
-    forward_only: bool,
-) -> None:
-    """One micro-batch after another, or through Megatron's own pipeline schedule without virtual stages (1F1B).
-
-    All stages hold the whole batch, so that they agree on the packs. The head and the loss are the last stage's."""
-    on_device = (micro_batch.to(policy.device) for micro_batch in micro_batches)
-    if policy.megatron.pipeline_parallel == 1:
-        for micro_batch in on_device:
-            result = finish(micro_batch, policy.hidden(micro_batch))
-            if not forward_only:
-                result.backward()
-        return
-
-    def last(micro_batch: CountedPack, states: Tensor) -> tuple[Tensor, Tensor, None]:
-        # The schedule divides a loss by the number of micro-batches unless it gets tokens, which it only adds up.
-        return finish(micro_batch, states), torch.tensor(len(micro_batch.pack.written), dtype=torch.int), None
-
-    def forward(remaining: Iterator[CountedPack], _: PolicyModel) -> tuple[Tensor, Callable[[Tensor], object]]:
-        micro_batch = next(remaining)
-        return policy.hidden(micro_batch), partial(last, micro_batch)
-
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=on_device,
-        model=policy.model,
-        num_microbatches=len(micro_batches),
-        # For the schedule a pack is one sequence, whose length the stages exchange.
-        seq_length=len(micro_batches[0].pack.tokens),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )

@@ -4,38 +4,35 @@ Every process of the grid makes the same calls with the same batches; data-paral
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, all_gather_object, all_reduce, get_rank, get_world_size
+from torch.distributed import ReduceOp, all_reduce, get_rank, get_world_size
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.weights import Formats, ShippedTensors, rollout_formats, stored_weights
+from fp8core.models.weights import ShippedTensors, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import KvStatistics, Scales
-from fp8core.numerics.recipe import TILE
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import MAXIMA, Objective, ObjectiveTerms, merged
 from fp8core.store.manifest import installed_version
 from fp8core.training.megatron import parallel
 from fp8core.training.megatron.arguments import check_scale_rule
-from fp8core.training.megatron.conversion import layers_of, token_multiple
-from fp8core.training.megatron.optimiser import Optimiser, OptimiserFactory, optimiser_for
+from fp8core.training.megatron.conversion import token_multiple
+from fp8core.training.megatron.optimiser import MegatronOptimiser
 from fp8core.training.megatron.parallel import joint_digest
-from fp8core.training.megatron.policy import CountedPack, MegatronPolicy, TakeScores, accumulate, score
+from fp8core.training.megatron.policy import CountedPack, MegatronPolicy
 from fp8core.training.packing import packs
 from fp8core.training.ranks import Ranks, together
 from fp8core.training.saved_state import SHARDS, STATE, read_state, refuse_other_digest
 from fp8core.training.trainer import PolicyTrainer, ScoredBatch, left_aligned
-from fp8core.training.update_gain import Sums, Tile, UpdateGain, sampled_tiles
 
 _STATISTICS = tuple(field.name for field in fields(ObjectiveTerms))
 
@@ -49,7 +46,6 @@ class MegatronTrainer(PolicyTrainer):
         training: TrainingConfig,
         objective: Objective,
         device: torch.device,
-        optimise: OptimiserFactory,
         ranks: Ranks,
     ) -> None:
         """Raises UserError: Transformer Engine follows another scale rule than the contract's."""
@@ -60,12 +56,11 @@ class MegatronTrainer(PolicyTrainer):
         if contract.training.linear == "fp8_block":
             check_scale_rule(contract.recipe.weights.rule)
         self._policy.load(masters)
-        self._optimiser = optimise(self._policy.model, training)
-        self._gain = update_gain(self._policy, self._optimiser, rollout_formats(contract, arch.num_layers), ranks)
+        self._optimiser = MegatronOptimiser(self._policy.model, training)
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """The policy by Hugging Face name, as it is multiplied: in BF16, on a CPU in FP32 (`MegatronPolicy.whole`)."""
+        """The policy by Hugging Face name, in BF16 (`MegatronPolicy.whole`)."""
         return self._policy.whole(self._policy.parameters())
 
     def describe(self) -> dict[str, object]:
@@ -112,10 +107,17 @@ class MegatronTrainer(PolicyTrainer):
         return statistics
 
     def _observe(
-        self, batch: TokenBatch, temperature: float, statistics: KvStatistics, scales: Scales, scored: TakeScores
+        self,
+        batch: TokenBatch,
+        temperature: float,
+        statistics: KvStatistics,
+        scales: Scales,
+        scored: Callable[[CountedPack, Tensor, Tensor], None],
     ) -> None:
+        self._policy.model.train(False)
         with self._policy.observed(statistics, scales):
-            score(self._policy, self._own_packs(batch), temperature, scored)
+            for pack in self._own_packs(batch):
+                scored(pack, *self._policy.head(pack, self._policy.hidden(pack), temperature))
         statistics.combine(partial(all_reduce, op=ReduceOp.MAX), all_reduce)
 
     def _step(self, learning_rate: float) -> float:
@@ -141,7 +143,10 @@ class MegatronTrainer(PolicyTrainer):
             # A pack that another process counts is computed for the experts of this one, and adds nothing.
             return terms.loss * micro_batch.counts
 
-        accumulate(self._policy, self._own_packs(batch.sequences), temperature, loss)
+        # Only passes with gradients recompute.
+        self._policy.model.train(True)
+        for pack in self._own_packs(batch.sequences):
+            loss(pack, *self._policy.head(pack, self._policy.hidden(pack), temperature)).backward()
         totals = self._merged_over_processes(totals)
         if not math.isfinite(totals["loss"]):
             raise self._not_finite(f"the loss is {totals['loss']}")
@@ -156,11 +161,12 @@ class MegatronTrainer(PolicyTrainer):
         return found | {n: v for n, v in zip(_STATISTICS, largest.tolist(), strict=True) if n in MAXIMA}
 
     def _own_packs(self, batch: TokenBatch) -> list[CountedPack]:
-        """This process's packs. All processes have equally many, so some do not count; all stages have the same."""
+        """This process's packs, on its device. All processes have equally many, so some do not count."""
         megatron, group = self._config.megatron, parallel.data_group()
         found = list(packs(batch, megatron.micro_batch_tokens, token_multiple(megatron)))
         own = range(group.rank(), len(found) + group.rank(), group.size())
-        return [CountedPack(found[min(index, len(found) - 1)], index < len(found)) for index in own]
+        counted = (CountedPack(found[min(index, len(found) - 1)], index < len(found)) for index in own)
+        return [pack.to(self._policy.device) for pack in counted]
 
     def _summed(self, values: Tensor) -> Tensor:
         """Over all processes, of which one in a tensor-parallel group speaks for the others; on the CPU."""
@@ -178,90 +184,21 @@ class MegatronTrainer(PolicyTrainer):
         """Restore what `save` wrote; the grid may be another one. Raises StoredFileError."""
         # Before the first collective: a process that cannot read it would leave the others waiting.
         state = together(self._ranks, partial(read_state, folder))[0]
-        self._optimiser.load(folder / SHARDS, self._policy.sharded(), state.updates)
+        self._optimiser.load(folder / SHARDS, self._policy.sharded())
         self.version, self._updates = state.version, state.updates
         # The digest is that of every process's part: on another grid there are other parts.
         if state.grid == self._grid():
             refuse_other_digest(folder, self.digest(), state)
 
     def _grid(self) -> dict[str, int | bool]:
-        names = {"tensor_parallel", "pipeline_parallel", "expert_parallel", "distributed_optimizer"}
+        names = {"tensor_parallel", "expert_parallel"}
         return {"ranks": get_world_size(), **self._config.megatron.model_dump(include=names)}
 
 
 def process_trainer(
     config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks
 ) -> MegatronTrainer:
-    """This process's part, on the first GPU that it sees, or on the CPU of a machine without."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return MegatronTrainer(
-        arch,
-        masters,
-        config.precision,
-        config.training,
-        Objective(config.loss, config.correction),
-        device,
-        optimiser_for(device),
-        ranks,
-    )
-
-
-def update_gain(policy: MegatronPolicy, optimiser: Optimiser, formats: Formats, ranks: Ranks) -> UpdateGain:
-    """Of the policy as it is now, whose linears are cut into tiles as its GEMMs do it.
-
-    Of experts it looks at those of the first data-parallel processes.
-    """
-    shapes = {n: tuple(p.shape) for n, p in policy.parameters().items() if "linear_" in n and p.dim() == 2}
-    layers, stored = layers_of(policy.arch, policy.megatron, policy.rank.pipeline), formats.stored_names().layers
-
-    def joined(own: list[Sums]) -> list[Sums]:
-        # Other data-parallel processes have the same.
-        return ranks.joined(own if parallel.data_group().rank() == 0 else [])
-
-    return UpdateGain(
-        sampled_tiles(shapes),
-        _Masters(optimiser, shapes).tiles,
-        lambda name: stored[layers[int(name.split(".layers.")[1].split(".")[0])]].qkv,
-        formats.recipe.weights,
-        joined,
-    )
-
-
-class _Masters:
-    """The masters of this process's linears, of which a distributed optimiser has a flat part."""
-
-    def __init__(self, optimiser: Optimiser, shapes: dict[str, tuple[int, ...]]) -> None:
-        self._optimiser, self._shapes = optimiser, shapes
-        self._firsts: dict[str, int] = {}
-        for experts in (False, True):
-            # Each process has a contiguous part, in the order of the ranks.
-            own = optimiser.updated().items()
-            sizes = {name: len(part) for name, part in own if optimiser.is_expert(name) == experts}
-            group = _group(experts)
-            found = [sizes] * group.size()
-            all_gather_object(found, sizes, group=group)
-            self._firsts |= {name: sum(each[name] for each in found[: group.rank()]) for name in sizes}
-
-    def tiles(self, tiles: Sequence[Tile]) -> list[Tensor]:
-        """Whole ones, FP32; all processes ask together."""
-        own = self._optimiser.updated()
-        return [self._tile(tile, own[tile.name]) for tile in tiles]
-
-    def _tile(self, tile: Tile, part: Tensor) -> Tensor:
-        rows, columns = self._shapes[tile.name]
-        if len(part) == rows * columns:
-            return tile.cut(part.view(rows, columns))
-        first, stop = tile.row * columns, min(rows, tile.row + TILE) * columns
-        band = torch.zeros(stop - first, device=part.device)
-        shift = self._firsts[tile.name] - first
-        start, end = max(0, shift), min(len(band), shift + len(part))
-        if start < end:
-            band[start:end] = part[start - shift : end - shift]
-        cut = tile.cut(band.view(-1, columns), tile.row).contiguous()
-        all_reduce(cut, group=_group(self._optimiser.is_expert(tile.name)))
-        return cut
-
-
-def _group(experts: bool) -> ProcessGroup:
-    group: ProcessGroup = parallel_state.get_expert_data_parallel_group() if experts else parallel.data_group()
-    return group
+    """This process's part, on the first GPU that it sees."""
+    objective = Objective(config.loss, config.correction)
+    device = torch.device("cuda", 0)
+    return MegatronTrainer(arch, masters, config.precision, config.training, objective, device, ranks)

@@ -17,7 +17,6 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.experts import UNRECORDED
 from fp8core.rl.objective import Objective
 from fp8core.training.megatron import parallel
-from fp8core.training.megatron.optimiser import MegatronOptimiser
 from fp8core.training.megatron.trainer import MegatronTrainer
 from fp8core.training.ranks import Ranks
 
@@ -32,19 +31,13 @@ GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "moe",
         {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "micro_batch_tokens": 256},
     ),
-    "pipeline, packs of several lengths": ("qwen3", {"pipeline_parallel": 2, "micro_batch_tokens": 256}),
-    "pipeline of llama, computed again": ("llama", {"pipeline_parallel": 2, "recompute": "full"}),
-    "pipeline, tied, whole optimisers": ("tied", {"pipeline_parallel": 2, "distributed_optimizer": False}),
-    "pipeline of experts, computed again": ("moe_unnormalised", {"pipeline_parallel": 2, "recompute": "full"}),
+    "experts, computed again": ("moe_unnormalised", {"expert_parallel": 2, "recompute": "full"}),
+    "data of llama, computed again": ("llama", {"recompute": "full"}),
 }
 GRIDS_OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
-    "four stages, tied": ("deep", {"pipeline_parallel": 4}),
-    "pipeline and data": ("tied", {"pipeline_parallel": 2}),
-    "pipeline, data and experts": ("moe_unnormalised", {"pipeline_parallel": 2, "expert_parallel": 2}),
-    "pipeline, tensor, sequence and experts": (
+    "data, tensor, sequence and experts": (
         "moe",
         {
-            "pipeline_parallel": 2,
             "tensor_parallel": 2,
             "sequence_parallel": True,
             "expert_parallel": 2,
@@ -53,7 +46,6 @@ GRIDS_OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-POLICIES = {**FAMILIES, "deep": {"num_layers": 4, "tie_embeddings": True}}
 
 
 def trainer_of(arch: Architecture, masters: Any, ranks: Ranks, **grid: Any) -> MegatronTrainer:
@@ -61,7 +53,7 @@ def trainer_of(arch: Architecture, masters: Any, ranks: Ranks, **grid: Any) -> M
     training = TrainingConfig(learning_rate=1e-3, deterministic=False, megatron={"micro_batch_tokens": 128, **grid})
     # With entropy in the loss, whose gradient the parts of a head that is cut over the vocabulary must agree on.
     objective = Objective(LossConfig(entropy=0.3), CorrectionConfig())
-    return MegatronTrainer(arch, masters, FP32, training, objective, CPU, MegatronOptimiser, ranks)
+    return MegatronTrainer(arch, masters, FP32, training, objective, CPU, ranks)
 
 
 def train(arch: Architecture, masters: Any, batch: Any, ranks: Ranks, folder: Path, **grid: Any) -> dict[str, Any]:
@@ -130,4 +122,4 @@ def grids(count: int) -> dict[str, tuple[str, dict[str, Any]]]:
 def families_used() -> list[str]:
     """Of all grids."""
     used = {family for count in (2, 4) for family, _ in grids(count).values()}
-    return [family for family in POLICIES if family in used]
+    return [family for family in FAMILIES if family in used]

@@ -1,15 +1,79 @@
-"""What Megatron asks of a GPU, answered by the CPU, so that its buffers and optimiser run where there is none.
+"""What Megatron asks of a GPU, answered by the CPU: its own layers, buffers and optimiser run where there is none.
 
-Tests alone use it: code that says `cuda` gets tensors in main memory, and a stream is nothing.
+Code that says `cuda` gets tensors in main memory, and a stream is nothing.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from fp8core.training.megatron.arguments import transformer_arguments
+from fp8core.training.megatron.conversion import Style
+
+LOCAL = Style(norms_in_linears=False, experts_together=False)
+
+
+def local_arguments(arch: Any, contract: Any, megatron: Any, deterministic: bool) -> dict[str, Any]:
+    found = transformer_arguments(arch, contract, megatron, deterministic)
+    fused = [name for name in found if name.endswith(("_fusion", "grouped_gemm"))]
+    if contract.training.linear == "fp32":
+        found |= {"params_dtype": torch.float32, "bf16": False}
+    return found | {"transformer_impl": "local", "use_cpu_initialization": True, **dict.fromkeys(fused, False)}
+
+
+def local_layers(config: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from fp8core.training.megatron.model import PolicyRouter
+
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block.layer_norm = LocalNorm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LocalNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = LocalAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = LocalNorm
+        if hasattr(layer.submodules.mlp.submodules, "router"):
+            layer.submodules.mlp.submodules.router = PolicyRouter
+    return block
+
+
+class LocalAttention(torch.nn.Module):
+    """The constructor and the call of `megatron.core.transformer.attention.CoreAttention`."""
+
+    def __init__(self, config: Any, layer_number: int, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self._scale = 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: Any, **_: Any
+    ) -> Tensor:
+        """[T, heads, d], [T, KV heads, d] twice to [T, heads, d]; a token sees those before it in its sequence."""
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        parts = [self._attend(*(x[start:end] for x in (query, key, value))) for start, end in pairwise(bounds)]
+        return torch.cat(parts)
+
+    def _attend(self, *qkv: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self._scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+class LocalNorm(torch.nn.RMSNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+        # Each GPU of the group normalises other tokens, so that Megatron adds up the gradients.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - no such attribute declared
 
 
 class _OnCpu(TorchFunctionMode):
@@ -76,7 +140,12 @@ def pretended_gpu() -> Iterator[None]:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
+    from fp8core.training.megatron import model, policy
+
     with pytest.MonkeyPatch.context() as patch, _OnCpu():
+        patch.setattr(policy, "transformer_arguments", local_arguments)
+        patch.setattr(policy.MegatronPolicy, "style", LOCAL)
+        patch.setattr(model, "layers", local_layers)
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         for name in ("Stream", "current_stream", "default_stream"):

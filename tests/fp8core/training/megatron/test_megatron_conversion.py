@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from megatron_cases import FAMILIES
+from pretended_gpu import LOCAL
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import MegatronConfig
@@ -12,11 +13,9 @@ from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.numerics.recipe import FP32
 from fp8core.training.megatron.conversion import (
-    LOCAL,
     TRANSFORMER_ENGINE,
     ParallelRank,
     parallel_ranks,
-    parameters,
     policy_of,
     senders,
     share,
@@ -25,8 +24,6 @@ from fp8core.training.megatron.conversion import (
 GRIDS = {
     "one": {},
     "tensor": {"tensor_parallel": 2},
-    "pipeline": {"pipeline_parallel": 2},
-    "all": {"tensor_parallel": 2, "pipeline_parallel": 2},
 }
 
 
@@ -48,9 +45,7 @@ def test_a_grid_in_which_ranks_of_experts_are_ranks_of_the_tensor_group(architec
     arch = architecture(**FAMILIES["moe"])
     megatron = MegatronConfig(tensor_parallel=2, sequence_parallel=True, expert_parallel=2)
     policy = masters_of(arch)
-    shares = {
-        rank: share(arch, megatron, LOCAL, rank, policy) for rank in (ParallelRank(0, 0, 0), ParallelRank(1, 0, 1))
-    }
+    shares = {rank: share(arch, megatron, LOCAL, rank, policy) for rank in (ParallelRank(0, 0), ParallelRank(1, 1))}
     again = policy_of(arch, megatron, LOCAL, shares)
     assert again.keys() == policy.keys()
     assert all(torch.equal(again[name], policy[name]) for name in policy)
@@ -70,16 +65,6 @@ def test_heads_take_turns_by_kv_group(architecture, masters_of):
         for part in (q[g * group * d : (g + 1) * group * d], k[g * d : (g + 1) * d], v[g * d : (g + 1) * d])
     ]
     assert torch.equal(held, torch.cat(expected))
-
-
-def test_tied_embeddings_have_a_copy_in_the_last_stage_alone(architecture):
-    arch = architecture(tie_embeddings=True)
-    one, two = MegatronConfig(), MegatronConfig(pipeline_parallel=2)
-    names = {rank: [p.name for p in parameters(arch, two, LOCAL, rank)] for rank in parallel_ranks(two)}
-    assert "output_layer.weight" not in [p.name for p in parameters(arch, one, LOCAL, ParallelRank())]
-    assert "output_layer.weight" in names[ParallelRank(pipeline=1)]
-    assert "embedding.word_embeddings.weight" in names[ParallelRank(pipeline=0)]
-    assert "embedding.word_embeddings.weight" not in names[ParallelRank(pipeline=1)]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -112,13 +97,12 @@ def members(*ranks):
 @pytest.mark.parametrize(
     ("ranks", "dense", "experts"),
     [
-        ([(0, 0, 0), (0, 0, 1), (0, 0, 2)], [0], [0, 1, 2]),
-        ([(0, 0, 0), (1, 0, 0), (0, 0, 0), (1, 0, 0)], [0, 1], [0]),
+        ([(0, 0), (0, 1), (0, 2)], [0], [0, 1, 2]),
+        ([(0, 0), (1, 0), (0, 0), (1, 0)], [0, 1], [0]),
         # Of two GPUs that share linears and experts there are not all combinations.
-        ([(0, 0, 0), (1, 0, 1)], [0, 1], [0, 1]),
-        ([(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)], [0, 2], [0, 1, 2, 3]),
+        ([(0, 0), (1, 1)], [0, 1], [0, 1]),
     ],
-    ids=["experts", "linears, twice", "both", "stages of experts"],
+    ids=["experts", "linears, twice", "both"],
 )
 def test_everything_is_sent_once_by_the_first_that_holds_it(ranks, dense, experts):
     sent = list(senders(members(*ranks)))

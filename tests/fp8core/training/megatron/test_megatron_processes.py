@@ -3,11 +3,10 @@
 Megatron's distributed optimiser and its communication run behind a pretended GPU.
 """
 
-import contextlib
-
 import pytest
 import torch
-from grid_worker import POLICIES, families_used, grids, train, trainer_of, work
+from grid_worker import families_used, grids, train, work
+from megatron_cases import FAMILIES
 from pretended_gpu import pretended_gpu
 from torch import multiprocessing
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def policies(architecture, masters_of):
-    return {name: (arch := architecture(**POLICIES[name]), masters_of(arch)) for name in families_used()}
+    return {name: (arch := architecture(**FAMILIES[name]), masters_of(arch)) for name in families_used()}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,6 @@ def alone(policies, ragged_batch, tmp_path_factory):
 
 
 ALL = {**grids(2), **grids(4)}
-PIPELINES = [name for name, (_, spread) in ALL.items() if "pipeline_parallel" in spread]
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +65,6 @@ def test_a_grid_computes_what_one_process_does(grid, alone, together, ragged_bat
     assert largest(found["masters"], expected["masters"]) < 1e-4
     if "gradients" in found:
         assert largest(found["gradients"], expected["gradients"]) < 1e-5
-
-
-@pytest.mark.parametrize("grid", [name for name in PIPELINES if "expert_parallel" not in ALL[name][1]])
-def test_a_checkpoint_of_stages_is_read_by_one_process(grid, together, policies, ragged_batch):
-    family, spread = ALL[grid]
-    with pretended_gpu(), contextlib.ExitStack() as stack:
-        stack.callback(parallel.destroy)
-        trainer = trainer_of(*policies[family], ALONE, distributed_optimizer=spread.get("distributed_optimizer", True))
-        trainer.load(together[grid]["state"])
-        again = vars(trainer.step(ragged_batch, 0.9, ()))
-        assert again["grad_norm"] == pytest.approx(together[grid]["again"]["grad_norm"], rel=1e-5)
-        assert largest(trainer.masters, together[grid]["masters"]) < 1e-4
 
 
 def largest(found, expected):

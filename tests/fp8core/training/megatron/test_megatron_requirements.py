@@ -31,25 +31,14 @@ def node(platform, gpus):
 @pytest.mark.parametrize(
     ("changes", "platform", "reason"),
     [
-        ([], "cpu", "linear=fp8_block: without a GPU Megatron trains in FP32"),
-        ([*FP32, "training.megatron.recompute=full"], "cpu", "recompute: Megatron does that on a GPU alone"),
-        (
-            [*FP32, "cluster.ranks=2", "training.megatron={expert_parallel: 2}"],
-            "cpu",
-            "expert_parallel: .* set it to 1",
-        ),
-        (FP32, "sm_90", "linear=fp32: Megatron trains in FP32 on a CPU alone"),
+        ([], "cpu", "Megatron trains on GPUs, and torch sees none here; set it to torch"),
+        (FP32, "sm_90", "linear=fp32: Megatron computes in BF16 or block FP8"),
         ([], "sm_90", "kv_cache=fp8: Megatron's attention computes in BF16"),
         (["precision.training={linear: fp8_block, kv_cache: bf16, backward: bf16}"], "sm_90", "backward=bf16"),
         (
             [BF16_CACHE[0], "precision.scale_rule=fp32_activations"],
             "sm_90",
             "scale_rule=fp32_activations: Transformer Engine .* by one rule; set it to fp32 or to pow2",
-        ),
-        (
-            [*FP32, "cluster.ranks=2", "training.megatron={pipeline_parallel: 2}"],
-            "cpu",
-            "pipeline_parallel: .* set it to 1",
         ),
     ],
 )
@@ -81,12 +70,10 @@ FP8 = PrecisionContract(training=TrainingPrecision(kv_cache="bf16"))
     ("ranks", "parts", "reason"),
     [
         (4, {"tensor_parallel": 3}, r"cluster\.ranks=4 is no multiple of training\.megatron\.tensor_parallel=3"),
-        (4, {"pipeline_parallel": 2, "expert_parallel": 4}, "expert_parallel=4 x pipeline_parallel=2"),
+        (4, {"expert_parallel": 3}, "expert_parallel=3"),
         (1, {"sequence_parallel": True}, "needs tensor_parallel above 1"),
         (1, {"micro_batch_tokens": 1000}, "multiple of 128"),
         (1, {"gpus": 1}, r"training\.megatron\.gpus: unknown key"),
-        (3, {"pipeline_parallel": 2}, "ranks=3 is no multiple of .*tensor_parallel=1 x pipeline_parallel=2"),
-        (2, {"pipeline_parallel": 2, "virtual_stages": 2}, "virtual_stages: unknown key"),
     ],
 )
 def test_a_grid_that_does_not_come_out_even_is_refused(ranks, parts, reason):
@@ -99,7 +86,6 @@ def test_a_grid_that_does_not_come_out_even_is_refused(ranks, parts, reason):
     ("changes", "parts", "longest", "reason"),
     [
         ({}, {"tensor_parallel": 4}, 64, "tensor_parallel=4: does not divide the model's 2 KV heads"),
-        ({}, {"pipeline_parallel": 3}, 64, "pipeline_parallel=3: does not divide the model's 2 layers"),
         ({}, {"expert_parallel": 2}, 64, "expert_parallel=2: does not divide the model's 1 expert"),
         ({}, {"micro_batch_tokens": 128}, 129, "micro_batch_tokens=128: the longest sequence has 129 tokens"),
         (
@@ -128,9 +114,7 @@ def test_block_fp8_needs_whole_tiles_on_each_gpu():
 
 def test_layers_kept_in_bf16_at_both_ends():
     contract = FP8.model_copy(update={"bf16_first_layers": 2, "bf16_last_layers": 3})
-    found = transformer_arguments(
-        PUBLISHED["Qwen/Qwen3-8B-Base"], contract, MegatronConfig(), "cuda", deterministic=True
-    )
+    found = transformer_arguments(PUBLISHED["Qwen/Qwen3-8B-Base"], contract, MegatronConfig(), deterministic=True)
     assert (found["fp8"], found["fp8_recipe"], found["transformer_impl"]) == ("e4m3", "blockwise", "transformer_engine")
     assert found["params_dtype"] == torch.bfloat16
     assert found["deterministic_mode"]
