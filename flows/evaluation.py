@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flows.run_lookup import description_of, find_run, reload_own
-from fp8core.config.load import Overrides, load_config, merged_overrides, refuse_contradiction
+from fp8core.config.load import Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, without_adapters
 from fp8core.data.prompt import Problem, refuse_unfit
 from fp8core.data.references import Readable, Unreadable, counted, readable
@@ -86,7 +86,6 @@ def refuse(asked: EvaluationRequest) -> None:
     for key in keys:
         if key.partition(".")[0] in _UNUSED:
             raise UserError(f"{key}: an evaluation does not use it; omit it")
-    refuse_contradiction(given, _given(asked))
     config = _config(asked, Path(asked.target))
     if asked.split is not None and (config.data.source == "chain" or config.data.source.endswith(SUFFIXES)):
         raise UserError(f"split={asked.split}: data.source={config.data.source} has no splits; omit it")

@@ -25,7 +25,7 @@ from flows.tracking.session import Session, open_session
 from flows.tracking.store import quiet_store_logs, ui_command
 from flows.training_pages import TrainingPages
 from fp8core.alignment.bounds import stop_bounds
-from fp8core.config.load import merged_overrides, refuse_contradiction
+from fp8core.config.load import merged_overrides
 from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, printable
 from fp8core.progress import Part
@@ -76,7 +76,6 @@ def grpo(
     flat = {"run": run, "steps": steps, "seed": seed}
     given = {key: value for key, value in flat.items() if value is not None}
     try:
-        refuse_contradiction(overrides or {}, given)
         settings = load_settings(config, merged_overrides(overrides or {}, given))
         if runtime.deployment.id is not None:
             # A command does so before it starts the flow.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flows.launch import refuse_silent_store, say
-from fp8core.config.load import NON_NUMERIC_KEYS, Overrides, load_config, merged_overrides, refuse_contradiction
+from fp8core.config.load import NON_NUMERIC_KEYS, Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
 from fp8core.parity.measure import VARIANTS, variant_settings
@@ -97,7 +97,6 @@ def refuse(asked: ParityRequest, date: str) -> ParityPlan:
         if len({*values}) != len(values):
             raise UserError(f"{what}: one is named twice in {', '.join(map(str, values))}")
     steps = {} if asked.steps is None else {"steps": asked.steps}
-    refuse_contradiction(asked.overrides or {}, steps)
     overrides = merged_overrides(asked.overrides or {}, steps)
     config = load_config(asked.config, overrides)
     # In the order of VARIANTS: the baseline is there when a parity run is cut short.

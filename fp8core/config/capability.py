@@ -1,13 +1,7 @@
 """Formats that each platform can compute, and pairs that may meet: checked before anything is loaded.
 
-| platform | what it is                 | block FP8 linears | scale rules | FP8 cache and attention |
-|----------|----------------------------|-------------------|-------------|-------------------------|
-| cpu      | exact emulation in torch   | yes               | pow2, fp32  | yes                     |
-| sm_90    | Hopper                     | yes               | pow2, fp32  | yes (FlashAttention 3)  |
-| sm_100   | Blackwell                  | rollout: yes      | rollout: both; training: pow2 | yes   |
-| sm_80... | Ampere, Ada and older      | no                | -           | no                      |
-
-On Blackwell Transformer Engine emulates 128x128 block scaling by MXFP8, whose scales are powers of two.
+A CPU emulates all; Hopper (sm_90) computes all. Older GPUs have no FP8. On Blackwell (sm_100) Transformer Engine
+emulates 128x128 block scaling by MXFP8, whose scales are powers of two.
 """
 
 import os
@@ -25,7 +19,7 @@ _FP8_HARDWARE = {"cpu", "sm_90", "sm_100"}
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment variables: those that decide what is computed, and those that only make it faster."""
+    """Variables that decide what is computed, and those that only make it faster."""
 
     required: Mapping[str, str] = field(default_factory=dict)
     suggested: Mapping[str, str] = field(default_factory=dict)
@@ -33,7 +27,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine that engines and trainers compute on, as their checks see it.
+    """A machine that engines and trainers compute on.
 
     Attributes:
         platform: `cpu`, or the compute capability of its first GPU as `sm_90`.
@@ -50,7 +44,6 @@ class Node:
     packages: Mapping[str, str] = field(default_factory=dict)
 
     def version(self, distribution: str) -> str:
-        """As `importlib.metadata.version`."""
         if distribution not in self.packages:
             raise PackageNotFoundError(distribution)
         return self.packages[distribution]

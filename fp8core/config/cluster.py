@@ -1,4 +1,4 @@
-"""Settings of the cluster, which decide speed and memory; formats belong to the precision contract."""
+"""Settings of the cluster: speed and memory."""
 
 from typing import Literal
 
@@ -16,26 +16,22 @@ class ClusterConfig(Section):
         description="Ray cluster: HOST:PORT of its head, or auto; null starts one here if it is needed.",
     )
     placement: Literal["colocated", "separate"] = Field(
-        "colocated", description="colocated: engine i and rank i share a GPU in turn."
+        "colocated", description="colocated: rank and engine share a GPU."
     )
     engines: int = Field(1, ge=1, le=4096, description="Rollout engines; prompts are shared out among them.")
     ranks: int = Field(1, ge=1, le=4096, description="Processes that train one policy together.")
-    start_seconds: float = Field(
-        180.0, gt=0, le=86_400, description="Time for the cluster to give the processes their places."
-    )
-    answer_seconds: float = Field(
-        3600.0, gt=0, le=86_400, description="Longest wait for an answer of a process, which is lost then."
-    )
+    start_seconds: float = Field(180.0, gt=0, le=86_400, description="Time to give the processes their places.")
+    answer_seconds: float = Field(3600.0, gt=0, le=86_400, description="Longest wait for an answer of a process.")
     replacements: int = Field(3, ge=0, le=1000, description="How often lost processes are replaced before a run fails.")
 
     @property
     def used(self) -> bool:
-        """True if engines and ranks are processes of their own."""
+        """Engines and ranks are processes of their own."""
         several = self.engines > 1 or self.ranks > 1 or self.placement == "separate"
         return self.address is not None or several
 
     def bundles(self, tensor_parallel: int) -> list[int]:
-        """GPUs, or places on a CPU, of each part of a host: separate ranks first, then engines of so many GPUs each."""
+        """GPUs, or places on a CPU, of each part of a host: separate ranks first, then engines."""
         if self.placement == "colocated":
             return [1] * max(self.engines, self.ranks)
         return [1] * self.ranks + [tensor_parallel] * self.engines

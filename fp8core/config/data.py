@@ -7,8 +7,6 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from fp8core.config.section import Section, UserSource
 
 _QUESTION = "{question}"
-# Of a chat template; the prompt needs them.
-_OURS = ("messages", "tools", "documents", "add_generation_prompt")
 CHAIN_VOCABULARY = 32
 """Tokens of a model built for the generated task; its alphabet leaves some of them unused."""
 
@@ -58,13 +56,11 @@ class DataConfig(Section):
         max_length=100,
         description="Further fields, for the parameter `columns` of a verifier of your own.",
     )
-    unreadable: Literal["refuse", "skip"] = Field(
-        "refuse", description="Rows whose reference the verifier cannot read: refuse the data, or skip them."
-    )
+    unreadable: Literal["refuse", "skip"] = Field("refuse", description="Rows that the verifier cannot read.")
     template: str = Field(_QUESTION, description="Prompt text, inside the chat template; {question} alone is replaced.")
     chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
     template_arguments: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Variables of the chat template, as `enable_thinking: false`."
+        default_factory=dict, description="Variables of the chat template."
     )
     max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
 
@@ -75,14 +71,6 @@ class DataConfig(Section):
         if self.messages_field is not None and not self.chat:
             raise ValueError(f"messages_field={self.messages_field} needs the chat template; set chat to true")
         return self
-
-    @field_validator("template_arguments")
-    @classmethod
-    def _variables(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        for name in arguments:
-            if name in _OURS or not name.isidentifier():
-                raise ValueError(f"{name!r} is no variable that is yours to set")
-        return arguments
 
     @field_validator("template")
     @classmethod

@@ -1,4 +1,4 @@
-"""Configurations derived from that of a run: of the trainers of its warm start and of its teacher."""
+"""Configurations of the trainers of a warm start and of a teacher."""
 
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
@@ -7,26 +7,20 @@ from fp8core.config.training import TrainingConfig
 
 
 def sft_training(config: RunConfig) -> TrainingConfig:
-    """Of a warm start with a torch trainer, whatever the run's own trainer and optimisation are. It is repeatable, so
-    that runs of all trainers start from one policy. Kept is what fits it into memory; of that, the format of moments
-    makes another policy."""
+    """Repeatable, so that runs of all trainers start from one policy. Kept is what fits it into memory."""
     kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing", "optimiser_state")
     return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
 
 
 def sft_config(config: RunConfig) -> RunConfig:
-    """Of a warm start with a torch trainer: all weights in BF16 whatever the contract, so that all start from one
-    policy."""
+    """All weights in BF16 whatever the contract, so that all start from one policy."""
     bf16 = {"linear": "bf16", "kv_cache": "bf16"}
     contract = PrecisionContract.model_validate({"rollout": bf16, "training": bf16, "rounding_points": "kernels"})
     return config.model_copy(update={"precision": contract, "training": sft_training(config)})
 
 
 def teacher_config(config: RunConfig) -> RunConfig:
-    """Of the teacher of `loss.distillation`: a torch trainer in BF16, or in FP32 where the run trains so.
-
-    Its passes over sequences that are not packed are as large as the run's.
-    """
+    """In BF16, or in FP32 where the run trains so. Its unpacked passes are as large as the run's."""
     linear = "fp32" if config.precision.training.linear == "fp32" else "bf16"
     side = {"linear": linear, "kv_cache": linear}
     contract = PrecisionContract.model_validate({"rollout": side, "training": side, "rounding_points": "kernels"})

@@ -14,24 +14,13 @@ class VllmConfig(Section):
         "stock",
         description="stock: vLLM's own model; aligned: ours, with the log-probs of training (docs/guides/vllm.md).",
     )
-    gpu_memory_utilization: float = Field(
-        0.85, gt=0, le=0.98, description="Share of the device's memory for weights, workspace and KV cache."
-    )
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=0.98, description="Share of the GPU's memory.")
     kv_cache_gib: float | None = Field(
         None, gt=0, le=4096, description="Size of the KV cache; null takes what gpu_memory_utilization leaves."
     )
-    max_model_len: int | None = Field(
-        None, ge=8, le=1 << 20, description="Longest prompt with its completion; null takes the model's positions."
-    )
-    batched_tokens: int = Field(
-        8192,
-        ge=256,
-        le=1 << 17,
-        description="Tokens of one step of the engine on a GPU, prompts and completions together.",
-    )
-    graphs: bool = Field(
-        True, description="torch.compile (not of the aligned model) and CUDA graphs; false runs eagerly."
-    )
+    max_model_len: int | None = Field(None, ge=8, le=1 << 20, description="Longest row; null: the model's positions.")
+    batched_tokens: int = Field(8192, ge=256, le=1 << 17, description="Tokens of one step of the engine.")
+    graphs: bool = Field(True, description="CUDA graphs, and torch.compile of the stock model.")
     captured_tokens: int | None = Field(
         None,
         ge=0,
@@ -40,12 +29,7 @@ class VllmConfig(Section):
     )
     batch_invariant: bool = Field(False, description="Results that do not depend on the batch, where vLLM can do that.")
     sleep: bool = Field(False, description="Free weights and cache between rollout and sync.")
-    tensor_parallel: int = Field(
-        1, ge=1, le=64, description="GPUs of one host that share an engine; needs cluster.placement=separate."
-    )
-    experts: Literal["deep_gemm", "triton"] = Field(
-        "deep_gemm", description="Kernel of FP8 experts; batch_invariant needs triton."
-    )
+    tensor_parallel: int = Field(1, ge=1, le=64, description="GPUs that share an engine; needs placement=separate.")
 
 
 class SglangConfig(Section):
@@ -54,18 +38,12 @@ class SglangConfig(Section):
     model: Literal["stock", "aligned"] = Field(
         "stock", description="stock: SGLang's own model; aligned: ours, with pages of a multiple of 16 tokens."
     )
-    mem_fraction_static: float = Field(
-        0.8, gt=0, le=0.98, description="Share of the device's memory for weights and KV cache; graphs come on top."
-    )
+    mem_fraction_static: float = Field(0.8, gt=0, le=0.98, description="Share of the GPU's memory, without graphs.")
     kv_cache_gib: float | None = Field(
         None, gt=0, le=4096, description="Size of the KV cache; null takes what mem_fraction_static leaves."
     )
-    context_length: int | None = Field(
-        None, ge=8, le=1 << 20, description="Longest prompt with its completion; null takes the model's positions."
-    )
-    chunked_prefill_size: int = Field(
-        8192, ge=256, le=1 << 17, description="Tokens of prompts that one step of the engine reads."
-    )
+    context_length: int | None = Field(None, ge=8, le=1 << 20, description="Longest row; null: the model's positions.")
+    chunked_prefill_size: int = Field(8192, ge=256, le=1 << 17, description="Prompt tokens of one step.")
     page_size: int = Field(1, ge=1, le=1024, description="Tokens of a cache page, the unit of prefix caching.")
     graphs: bool = Field(True, description="CUDA graphs of decode steps; false runs eagerly.")
     sleep: bool = Field(False, description="Free weights, cache and graphs between rollout and sync.")

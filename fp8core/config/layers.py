@@ -22,7 +22,7 @@ from fp8core.errors import UserError
 
 
 class Layer(NamedTuple):
-    """Values, and the place where each key was written: dotted key -> `file:line`, `--set` or `overrides`."""
+    """`places`: dotted key -> `file:line`, `--set` or `overrides`."""
 
     values: dict[str, Any]
     places: dict[str, str]
@@ -54,7 +54,7 @@ for _kind, _pattern, _first in (
 
 
 def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
-    """The content of a document, and `source:line` of each dotted key. Raises UserError: with line and column."""
+    """With `source:line` of each dotted key. Raises UserError: with line and column."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -86,7 +86,7 @@ def layer_of(values: Mapping[str, Any], place: str) -> Layer:
 
 
 def nodes(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything below a value, sections included, with its dotted key; named items of a list by name."""
+    """Everything below a value with its dotted key; named items of a list by name."""
     for part, child in _children(value):
         yield f"{prefix}{part}", child
         yield from nodes(child, f"{prefix}{part}.")
@@ -107,8 +107,10 @@ def _is_named_list(value: Any) -> bool:
 
 
 def stacked(layers: Iterable[Layer]) -> Layer:
-    """The layers merged, the lowest first, each with its edits of the pipeline carried out. Raises UserError: an edit
-    or a mapping over steps names what is not there."""
+    """The lowest first, each with its edits of the pipeline carried out.
+
+    Raises UserError: an edit or a mapping over steps names what is not there.
+    """
     tree: dict[str, Any] = {}
     places: dict[str, str] = {}
     for values, written in layers:
@@ -166,7 +168,6 @@ EDITS = {
 
 
 def _edited(below: Any, edit: str, asked: Any) -> list[dict[str, Any]]:
-    """The steps below with an edit carried out."""
     if not _is_named_list(below):
         raise UserError("pipeline: there are no named steps to edit")
     if not _is_well_formed(edit, asked):

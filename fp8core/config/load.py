@@ -44,7 +44,7 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
 
 
 def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ()) -> RunConfig:
-    """The configuration in a run.json (`public_dump`), with overrides. Raises StoredFileError: it is damaged."""
+    """From a run.json (`public_dump`). Raises StoredFileError: it is damaged."""
     stored = layer_of(described, "run.json")
     try:
         begun = _validated(stored)
@@ -60,22 +60,19 @@ def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
 
 
 def config_digest(config: RunConfig) -> str:
-    """SHA-256 of all that determines the numbers of a run, and of the configuration's `name`.
-
-    Its length, its own name (`run`), its upkeep and its tracking are left out (NON_NUMERIC_KEYS).
-    """
+    """SHA-256 of all that determines the numbers of a run, and of the configuration's `name`."""
     dump = public_dump(config)
     values = _numeric(dump, dump)
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def config_digest_at(config: RunConfig, level: str) -> str:
-    """`config_digest` with another `replay.level`, at which a run may go on; each record names its own."""
+    """With another `replay.level`, at which a run may go on; each record names its own."""
     return config_digest(config.model_copy(update={"replay": config.replay.model_copy(update={"level": level})}))
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Values that differ between two dumped configurations, as `key: old -> new`."""
+    """As `key: old -> new`."""
     before, after = ({key: json.dumps(value) for key, value in leaves(dump).items()} for dump in (old, new))
     return [
         f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
@@ -85,7 +82,7 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
 
 
 def numeric_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """`config_differences`, of the settings that `config_digest` covers for one of the two."""
+    """Of the settings that `config_digest` covers for one of the two."""
     measure = old if _ranks_count(old) else new
     return config_differences(*(_numeric(dump, measure) for dump in (old, new)))
 
@@ -102,7 +99,7 @@ def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _numeric(dump: Mapping[str, Any], measure: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a dumped configuration that determine numbers; those of `measure` decide whether ranks do."""
+    """Those of `measure` decide whether ranks do."""
     kept = {key: value for key, value in dump.items() if key not in NON_NUMERIC_KEYS}
     if (precision := kept.get("precision", {})).get("attention") is None:
         # Runs of earlier versions have no such setting, and keep their digest.
@@ -123,16 +120,6 @@ def merged_overrides(overrides: Overrides, flat: Mapping[str, Any]) -> Overrides
     if isinstance(overrides, Mapping):
         return {**overrides, **flat}
     return [*overrides, *(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flat.items())]
-
-
-def refuse_contradiction(overrides: Overrides, flat: Mapping[str, Any]) -> None:
-    """Raises UserError: overrides give a setting of `flat`, dotted keys, another value; null gives none."""
-    given = {key: (value, layer.places[key]) for layer in _override_layers(overrides) for key, value in nodes(layer[0])}
-    for key, other in flat.items():
-        value, place = given.get(key, (other, ""))
-        if value is not None and value != other:
-            shown = " and ".join(without_passwords(str(each)) for each in (other, value))
-            raise UserError(f"{key}: {shown} are both given, the second in {place}; omit one")
 
 
 def shipped_names() -> list[str]:
@@ -178,19 +165,10 @@ def _tree(name_or_path: str, overrides: Overrides) -> Layer:
 
 
 def _declared_changes(layers: Sequence[Layer]) -> list[str]:
-
-    def last(*keys: str) -> Any:
-        for layer in reversed(layers):
-            value: Any = layer.values
-            for key in keys:
-                value = value.get(key, ...) if isinstance(value, Mapping) else ...
-            if value is not ...:
-                return value
-        return None
-
-    is_ahead = last("pipeline", "mode") in ("one_step_off", "asynchronous")
-    has_environment = last("environment") is not None
-    scores_in_update = last("logprobs", "source") in ("training", "rollout")
+    values = {key: value for layer in layers for key, value in nodes(layer.values)}
+    is_ahead = values.get("pipeline.mode") in ("one_step_off", "asynchronous")
+    has_environment = values.get("environment") is not None
+    scores_in_update = values.get("logprobs.source") in ("training", "rollout")
     changes = {
         "ahead.yaml": is_ahead,
         "environment.yaml": has_environment,

@@ -8,11 +8,8 @@ from fp8core.config.section import Section, UserSource, choice_of
 
 
 class LossTraits(NamedTuple):
-    """Settings that a shipped policy loss takes, of those that several share.
-
-    Attributes:
-        by_rows: its source defines it as a mean over rows only.
-        weighted_in_bypass: it takes weights in bypass mode, where a ratio of others would count them twice.
+    """`by_rows`: its source defines it as a mean over rows only. `weighted_in_bypass`: it takes weights in bypass mode,
+    where a ratio of others would count them twice.
     """
 
     dual_clip: bool = False
@@ -34,19 +31,10 @@ OWN_LOSS = LossTraits()
 class DistillationConfig(Section):
     """On-policy distillation: advantages by token from a teacher's log-probs (docs/guides/losses.md)."""
 
-    teacher: str | None = Field(
-        None, min_length=1, description="Checkpoint of the teacher: a folder or a hub id, of the model's vocabulary."
-    )
+    teacher: str | None = Field(None, min_length=1, description="Folder or hub id, of the model's vocabulary.")
     revision: str | None = Field(None, description="Commit of a hub model.")
-    weight: float = Field(
-        0.0,
-        ge=0,
-        le=1000,
-        description="Weight of log teacher - log policy in each token's advantage; needs the step `teacher`.",
-    )
-    rewards: float = Field(
-        1.0, ge=0, le=1000, description="Weight of the advantages of rewards beside it; 0 is distillation alone."
-    )
+    weight: float = Field(0.0, ge=0, le=1000, description="Of log teacher - log policy; needs the step `teacher`.")
+    rewards: float = Field(1.0, ge=0, le=1000, description="Weight of the advantages of rewards beside it.")
 
     @model_validator(mode="after")
     def _teacher_is_named(self) -> "DistillationConfig":
@@ -61,12 +49,7 @@ class LogprobsConfig(Section):
     source: Literal["pass", "training", "rollout"] = Field(
         "pass", description="A pass of its own, the update's forward, or the rollout (docs/concepts/iteration.md)."
     )
-    audit_share: float = Field(
-        1 / 16,
-        gt=0,
-        le=1,
-        description="Of source=rollout: share that the trainer scores too; a difference fails the step.",
-    )
+    audit_share: float = Field(1 / 16, gt=0, le=1, description="Of source=rollout: share that the trainer scores too.")
 
 
 class LossConfig(Section):
@@ -82,16 +65,10 @@ class LossConfig(Section):
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
         "token-mean", description="From per-token terms to the loss, by verl's names."
     )
-    length_normaliser: int | None = Field(
-        None, ge=1, description="Dr.GRPO: divide sums over tokens by this constant instead of `aggregation`."
-    )
-    advantage: Literal["grpo", "dr_grpo", "rloo", "leave_one_out"] = Field(
-        "grpo", description="Advantage estimator (fp8core/rl/advantages.py)."
-    )
+    length_normaliser: int | None = Field(None, ge=1, description="Dr.GRPO: divide sums over tokens by this instead.")
+    advantage: Literal["grpo", "dr_grpo", "rloo", "leave_one_out"] = Field("grpo", description="Advantage estimator.")
     advantage_epsilon: float = Field(1e-4, gt=0, le=1, description="Added to the standard deviation of rewards.")
-    reference_kl: float = Field(
-        0.0, ge=0, le=100, description="Weight of the penalty towards the reference policy; needs the reference step."
-    )
+    reference_kl: float = Field(0.0, ge=0, le=100, description="Penalty weight; needs the step `reference`.")
     entropy: float = Field(0.0, ge=0, le=100, description="Weight of the entropy bonus, at each written token.")
     distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="From a teacher.")
 

@@ -15,9 +15,7 @@ class Limit(Section):
 class ParityConfig(Section):
     """Bounds of the verdict. Metrics are judged at the worst step of the worst seed of a variant, or as they say."""
 
-    seeds: int = Field(
-        12, ge=1, le=100, description="Trainings of each variant, with seeds from 0, where no seeds are named."
-    )
+    seeds: int = Field(12, ge=1, le=100, description="Trainings of each variant, from seed 0 on.")
     confidence: float = Field(0.95, gt=0, lt=1, description="Of the intervals.")
     last_evaluations: int = Field(3, ge=1, le=1000, description="Held-out evaluations that count as the end.")
     accuracy_gap: Limit = Field(

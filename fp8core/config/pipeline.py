@@ -1,7 +1,6 @@
 """The section `pipeline`: the steps of one iteration by import path, what each reads and stores, and their mode.
 
-An artifact has one name and one producer in an iteration. `needs` and `provides` map a step's ports to artifact names;
-a port that is not mentioned has the artifact of its own name.
+A port that `needs` or `provides` does not mention has the artifact of its own name.
 """
 
 from typing import Any, Literal
@@ -14,15 +13,9 @@ from fp8core.config.section import Section
 class StepConfig(Section):
     """One step of the iteration."""
 
-    name: str = Field(
-        min_length=1, max_length=60, pattern=r"^[a-z][a-z0-9_]*$", description="Name of the step in the pipeline."
-    )
-    uses: str = Field(
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="Import path of the step: `tasks.rollout:rollout`."
-    )
-    needs: dict[str, str] | list[str] = Field(
-        default_factory=list, description="Input ports: a list of artifact names, or port -> artifact."
-    )
+    name: str = Field(min_length=1, max_length=60, pattern=r"^[a-z][a-z0-9_]*$", description="Name of the step.")
+    uses: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="Import path: `tasks.rollout:rollout`.")
+    needs: dict[str, str] | list[str] = Field(default_factory=list, description="Artifacts, or port -> artifact.")
     provides: dict[str, str] = Field(default_factory=dict, description="Output port -> artifact, to rename an output.")
     options: dict[str, Any] = Field(default_factory=dict, alias="with", description="Options of this step.")
 
@@ -36,27 +29,16 @@ class PipelineConfig(Section):
     mode: Literal["synchronous", "one_step_off", "asynchronous"] = Field(
         "synchronous", description="What is generated beside the update (docs/guides/asynchronous.md)."
     )
-    max_staleness: int = Field(
-        1, ge=0, le=100, description="Versions that a token may be older than the policy that learns from it."
-    )
+    max_staleness: int = Field(1, ge=0, le=100, description="Versions that a token may be older.")
     ahead_tokens: int | None = Field(
         None,
         ge=0,
         le=1 << 20,
         description="`asynchronous`: tokens in a row beside an update; 0: none; null: until the update has ended.",
     )
-    chunk_tokens: int = Field(
-        32, ge=1, le=1 << 20, description="`asynchronous`: tokens that completions write before more prompts enter."
-    )
-    max_inflight_prompts: int | None = Field(
-        None, ge=1, le=1 << 20, description="Prompts in flight; null: all that staleness allows."
-    )
-    verified_share: float = Field(
-        0.0625,
-        gt=0,
-        le=1,
-        description="Share of the completions that are scored again with the weights that wrote each token.",
-    )
+    chunk_tokens: int = Field(32, ge=1, le=1 << 20, description="Tokens that are written before prompts enter.")
+    max_inflight_prompts: int | None = Field(None, ge=1, le=1 << 20, description="null: all that staleness allows.")
+    verified_share: float = Field(0.0625, gt=0, le=1, description="Share of completions that are scored anew.")
     steps: list[StepConfig] = Field(
         min_length=1, description="Steps of an iteration, each as `pipeline.insert.step`; or changes of steps by name."
     )
@@ -82,7 +64,7 @@ class PipelineConfig(Section):
 
     @property
     def kept_policies(self) -> int:
-        """Policies that are kept to score the tokens that they wrote: the newest, and those that a step learns from."""
+        """Policies that are kept to score the tokens that they wrote."""
         return 0 if self.mode == "synchronous" else self.max_staleness + 2
 
     @property

@@ -1,7 +1,6 @@
 """The precision contract, and the bounds on how far its two sides may be apart.
 
-The contract lists what is computed in which format, for rollout and for training. It is checked for pairs that cannot
-agree before anything is loaded, and compared with what the engines report after they have started (`describe()`).
+The contract is checked before anything is loaded, and compared with what the engines report (`describe()`).
 """
 
 from typing import Annotated, Literal
@@ -18,12 +17,10 @@ PointsName = Literal["stepwise", "native", "kernels", "fused"]
 
 
 class SidePrecision(Section):
-    """Formats of one side of the loop (rollout or training)."""
+    """Formats of rollout or training."""
 
     linear: LinearFormat = Field("fp8_block", description="Linear layers.")
-    kv_cache: CacheFormat = Field(
-        "fp8", description="K and V in the cache; fp8 in training emulates the rollout's cache and attention."
-    )
+    kv_cache: CacheFormat = Field("fp8", description="K and V; training emulates the cache and attention.")
     head: HeadFormat = Field("fp32", description="Logits.")
 
     @model_validator(mode="after")
@@ -39,9 +36,7 @@ class SidePrecision(Section):
 class TrainingPrecision(SidePrecision):
     """Formats of training: the forward of `SidePrecision`, and the backward GEMMs."""
 
-    backward: LinearFormat | None = Field(
-        None, description="dgrad and wgrad of the linear layers; null follows `linear`."
-    )
+    backward: LinearFormat | None = Field(None, description="dgrad and wgrad; null follows `linear`.")
 
     @property
     def backward_format(self) -> LinearFormat:
@@ -63,12 +58,8 @@ class PrecisionContract(Section):
     rollout: SidePrecision = Field(default_factory=SidePrecision)
     training: TrainingPrecision = Field(default_factory=TrainingPrecision)
     scale_rule: RecipeName = Field("fp32_activations", description="Recipe of block FP8 (docs/concepts/precision.md).")
-    attention: AttentionProducts | None = Field(
-        None, description="Q and P of attention over an FP8 cache; null: as in the recipe."
-    )
-    rounding_points: PointsName = Field(
-        "stepwise", description="Places where a forward rounds (docs/concepts/precision.md)."
-    )
+    attention: AttentionProducts | None = Field(None, description="Q and P over an FP8 cache; null: as in the recipe.")
+    rounding_points: PointsName = Field("stepwise", description="Where a forward rounds (docs/concepts/precision.md).")
     bf16_first_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the start.")
     bf16_last_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the end.")
     accept_mismatch: bool = Field(False, description="Allow different formats without a correction.")
@@ -82,46 +73,29 @@ class PrecisionContract(Section):
         return self.recipe.attention if side.kv_cache == "fp8" else side.kv_cache
 
 
-_Unbounded = Literal["none"]
+_Unbounded = Literal["none"] | None
+Error = Annotated[float, Field(ge=1, le=1e6)] | _Unbounded
+Distance = Annotated[float, Field(ge=0, le=1e9)] | _Unbounded
+Share = Annotated[float, Field(ge=0, le=1)] | _Unbounded
+Slope = Annotated[float, Field(ge=-1e6, le=1e6)] | _Unbounded
+Count = Annotated[int, Field(ge=0)] | _Unbounded
 
 
 class StopConfig(Section):
     """Bounds that a training must keep (docs/guides/operate.md): null takes the default of the run's contract, none
     bounds nothing."""
 
-    error: Annotated[float, Field(ge=1, le=1e6)] | _Unbounded | None = Field(
-        None, description="Upper bound of the token multiplicative probability error; 1 is equality."
-    )
-    tokens_differing: Annotated[int, Field(ge=0)] | _Unbounded | None = Field(
-        None, description="Tokens of a step that may differ between rollout and training."
-    )
-    k3: Annotated[float, Field(ge=0, le=1e6)] | _Unbounded | None = Field(
-        None, description="Upper bound of the k3 estimate of KL(rollout, training)."
-    )
-    effective_sample_size: Annotated[float, Field(gt=0, le=1)] | _Unbounded | None = Field(
-        None, description="Lower bound of the effective sample size, as a share of the tokens."
-    )
-    ratio_bias: Annotated[float, Field(ge=0, le=1e6)] | _Unbounded | None = Field(
-        None, description="Upper bound of |mean importance ratio - 1| in the first update of a step."
-    )
-    ratio_deviation: Annotated[float, Field(ge=0, le=1e9)] | _Unbounded | None = Field(
-        None, description="Upper bound of the largest |importance ratio - 1| in the first update."
-    )
-    ratio_clipped: Annotated[float, Field(ge=0, le=1)] | _Unbounded | None = Field(
-        None, description="Upper bound of the share of tokens clipped in the first update."
-    )
-    reward_slope: Annotated[float, Field(ge=-1e6, le=1e6)] | _Unbounded | None = Field(
-        None, description="Lower bound of the slope of the reward along the first update."
-    )
-    mask_differing: Annotated[int, Field(ge=0)] | _Unbounded | None = Field(
-        None, description="Tokens in the loss that the policy did not write, or the reverse."
-    )
-    probe_differing: Annotated[int, Field(ge=0)] | _Unbounded | None = Field(
-        None, description="Tokens of the probe after a sync that engine and trainer score differently."
-    )
-    probe_error: Annotated[float, Field(ge=1, le=1e6)] | _Unbounded | None = Field(
-        None, description="Upper bound of the error over the probe after a sync."
-    )
+    error: Error = Field(None, description="Of the token multiplicative probability error; 1 is equality.")
+    tokens_differing: Count = Field(None, description="Tokens of a step that differ between rollout and training.")
+    k3: Distance = Field(None, description="Of the k3 estimate of KL(rollout, training).")
+    effective_sample_size: Share = Field(None, description="Lower bound, as a share of the tokens.")
+    ratio_bias: Distance = Field(None, description="Of |mean importance ratio - 1| in the first update of a step.")
+    ratio_deviation: Distance = Field(None, description="Of the largest |importance ratio - 1| in the first update.")
+    ratio_clipped: Share = Field(None, description="Of the tokens clipped in the first update.")
+    reward_slope: Slope = Field(None, description="Lower bound of the slope of the reward along the first update.")
+    mask_differing: Count = Field(None, description="Tokens in the loss that the policy did not write, or the reverse.")
+    probe_differing: Count = Field(None, description="Tokens of the probe after a sync that are scored differently.")
+    probe_error: Error = Field(None, description="Of the error over the probe after a sync.")
     patience: int | None = Field(
         None,
         ge=1,

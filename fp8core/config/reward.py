@@ -23,9 +23,7 @@ class OtherVerifierConfig(Section):
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$", description="Of its metric: reward/NAME.")
     verifier: Verifier = Field(description="As `reward.verifier`.")
     weight: float = Field(1.0, ge=-100, le=100, description="Times this its score is added to the reward.")
-    options: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Of `format`: tags; or keyword arguments of your function."
-    )
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Of `format`: tags; or of your function.")
 
     @field_validator("name")
     @classmethod
@@ -47,9 +45,7 @@ class RewardConfig(Section):
         "chain",
         description="chain, integer, math-verify, format; or your function, `module:name` or `path/to/file.py:name`.",
     )
-    options: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Of `format`: tags; or keyword arguments of your function."
-    )
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Of `format`: tags; or of your function.")
     others: list[OtherVerifierConfig] = Field(
         default_factory=list,
         max_length=16,
@@ -57,9 +53,7 @@ class RewardConfig(Section):
     )
     timeout_seconds: float = Field(2.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")
     memory_mb: int = Field(1024, ge=16, le=1 << 20, description="MiB of one answer, beyond the loaded verifier.")
-    workers: int = Field(
-        2, ge=1, le=256, description="Processes that check answers; only math-verify and your own need them."
-    )
+    workers: int = Field(2, ge=1, le=256, description="Processes of math-verify or your verifier.")
 
     @field_validator("others")
     @classmethod

@@ -1,7 +1,4 @@
-"""One training, declared: every field has a type, bounds and a description.
-
-Sections are separate models so that each part of the library takes its own and nothing else.
-"""
+"""One training, declared: every field has a type, bounds and a description."""
 
 import math
 import re
@@ -43,9 +40,7 @@ class ArchitectureConfig(Section):
     tie_embeddings: bool = Field(False, description="The head reuses the embedding.")
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary embedding.")
     max_positions: int = Field(256, ge=8, le=1 << 20, description="Longest prompt with its completion, in tokens.")
-    num_experts: int = Field(
-        0, ge=0, le=4096, description="Experts of a sparse layer (Qwen3-MoE); 0 builds a dense decoder."
-    )
+    num_experts: int = Field(0, ge=0, le=4096, description="Experts of a sparse layer; 0 builds a dense decoder.")
     experts_per_token: int = Field(2, ge=1, le=4096, description="Experts a token goes to.")
     expert_intermediate_size: int = Field(128, ge=8, le=65536, description="Width of one expert.")
     normalise_top_k: bool = Field(True, description="The weights of a token's experts sum to 1 (norm_topk_prob).")
@@ -66,23 +61,13 @@ class ArchitectureConfig(Section):
 class WarmStartConfig(Section):
     """Supervised warm start before GRPO, on demonstrations of the chain task or of your own."""
 
-    demonstrations: UserSource | None = Field(
-        None,
-        min_length=1,
-        description="A .jsonl or .jsonl.gz file of problems with completions; null makes those of the chain task.",
-    )
+    demonstrations: UserSource | None = Field(None, min_length=1, description="A .jsonl file; null: of the chain task.")
     completion_field: str = Field("completion", min_length=1, description="Field of the demonstrated completion.")
     steps: int = Field(600, ge=1, le=1_000_000, description="Supervised updates before step 0.")
     batch_size: int = Field(128, ge=1, le=65536, description="Demonstrations of one update.")
-    learning_rate: float = Field(
-        2e-3, gt=0, le=1, description="For a model from scratch; a checkpoint takes about 1e-5."
-    )
-    step_by_step_share: float = Field(
-        0.4, ge=0, le=1, description="Share of the chain task's demonstrations that work step by step."
-    )
-    tool_share: float = Field(
-        0, ge=0, le=1, description="Share that calls environment.name=calculator; the rest is bare."
-    )
+    learning_rate: float = Field(2e-3, gt=0, le=1, description="A checkpoint takes about 1e-5.")
+    step_by_step_share: float = Field(0.4, ge=0, le=1, description="Share of the chain task's that show steps.")
+    tool_share: float = Field(0, ge=0, le=1, description="Share that calls environment.name=calculator.")
 
 
 class RolloutConfig(Section):
@@ -92,9 +77,7 @@ class RolloutConfig(Section):
         "embedded", description="embedded (exact, on the CPU), vllm, sglang, or your own: `module:ENGINE`."
     )
     prompts_per_step: int = Field(32, ge=1, le=65536, description="Prompts that a step learns from.")
-    oversample: float = Field(
-        1.0, ge=1, le=16, description="Dynamic sampling: draw this many times the prompts, for a filter step."
-    )
+    oversample: float = Field(1.0, ge=1, le=16, description="Draw this many times the prompts, for a filter step.")
     group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt: the group of GRPO.")
     max_new_tokens: int = Field(16, ge=1, le=1 << 20, description="Longest completion, in tokens.")
     temperature: float = Field(1.0, ge=1e-6, le=10, description="Of sampling; logits are divided by it.")
@@ -104,9 +87,7 @@ class RolloutConfig(Section):
         max_length=16,
         description="A completion ends with the token that completes one of these texts, too.",
     )
-    router_replay: bool = Field(
-        False, description="Mixture of experts: score and train with the experts that the rollout chose."
-    )
+    router_replay: bool = Field(False, description="Train with the experts that the rollout chose.")
     vllm: VllmConfig = Field(default_factory=VllmConfig, description="Of engine=vllm.")
     sglang: SglangConfig = Field(default_factory=SglangConfig, description="Of engine=sglang.")
 
@@ -122,13 +103,9 @@ class CalibrationConfig(Section):
         "logprob_pass",
         description="Statistics of the pass for old log-probs (one update late), or of a pass under the new policy.",
     )
-    sequences: int | None = Field(
-        None, ge=1, description="Rollouts that source=fresh_pass reads, spread evenly over the step; null for all."
-    )
+    sequences: int | None = Field(None, ge=1, description="Rollouts that source=fresh_pass reads.")
     margin: float = Field(2.0, ge=1, le=64, description="Headroom: the scale covers the largest magnitude times this.")
-    average: float = Field(
-        0.5, ge=0, lt=1, description="Weight of the previous steps in the moving average of magnitudes."
-    )
+    average: float = Field(0.5, ge=0, lt=1, description="Weight of previous steps in the moving average.")
 
 
 class EvaluationConfig(Section):
@@ -139,9 +116,7 @@ class EvaluationConfig(Section):
     source: UserSource | None = Field(
         None, min_length=1, description="File of held-out rows; null holds out one prompt in eight."
     )
-    precision_gap: int = Field(
-        32, ge=0, le=1_000_000, description="Held-out prompts that step 0 also answers in BF16; 0 measures nothing."
-    )
+    precision_gap: int = Field(32, ge=0, le=1_000_000, description="Prompts that step 0 also answers in BF16.")
 
 
 class CheckpointConfig(Section):
@@ -224,20 +199,14 @@ class RunConfig(Section):
     runs: UserPath = Field(Path("runs"), description="Folder that holds run folders and the default MLflow store.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Of all random numbers of the run.")
     steps: int = Field(80, ge=1, le=10_000_000, description="GRPO steps.")
-    threads: int = Field(
-        1, ge=1, le=1024, description="Torch's threads on the CPU; more pay from a few hundred million parameters on."
-    )
-    model: str | None = Field(
-        None, min_length=1, description="Checkpoint: a Hugging Face folder or a hub id. Or set architecture."
-    )
+    threads: int = Field(1, ge=1, le=1024, description="Torch's threads on the CPU.")
+    model: str | None = Field(None, min_length=1, description="Checkpoint: a Hugging Face folder or a hub id.")
     revision: str | None = Field(None, description="Commit of a hub model; pinned in the manifest.")
     architecture: ArchitectureConfig | None = Field(None, description="Build this decoder from scratch instead.")
     data: DataConfig = Field(default_factory=DataConfig)
     warm_start: WarmStartConfig | None = None
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    environment: EnvironmentConfig | None = Field(
-        None, description="What answers the policy, turn by turn; null: a completion is one turn."
-    )
+    environment: EnvironmentConfig | None = Field(None, description="What answers the policy turn by turn; null: none.")
     reward: RewardConfig = Field(default_factory=RewardConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
@@ -331,12 +300,12 @@ def _episode_problems(config: RunConfig) -> Iterator[str]:
 
 
 def public_dump(config: RunConfig) -> dict[str, Any]:
-    """The configuration as JSON types, with the keys of a configuration file: it can be loaded again."""
+    """JSON types with the keys of a configuration file."""
     return config.model_dump(mode="json", by_alias=True)
 
 
 def without_adapters(config: RunConfig) -> RunConfig:
-    """The configuration for a policy that is scored as it is: adapters would freeze it first."""
+    """For a policy that is scored as it is: adapters would freeze it first."""
     return config.model_copy(update={"training": config.training.model_copy(update={"lora": None})})
 
 
@@ -345,7 +314,7 @@ def made_name(name: str, suffix: str) -> str:
 
 
 def shown_place(config: RunConfig, name: str) -> str:
-    """A run of this name, as a command takes it: a name alone is looked for below ./runs."""
+    """A run of this name, as a command takes it."""
     usual = config.runs == RunConfig.model_fields["runs"].default
     return shlex.quote(name if usual else str(config.runs.absolute() / name))
 

@@ -39,7 +39,7 @@ def choice_of(shipped: Collection[str], kind: str) -> AfterValidator:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """A correction for an unknown word: a close match, else all that is known."""
+    """A close match, else all that is known."""
     choices = list(known)
     if (close := nearest(word, choices)) is not None:
         return f"did you mean {close}?"
@@ -55,7 +55,7 @@ def refusal(
 ) -> UserError:
     """Pydantic's errors about `given` as one line: the first mistake, where it was written, how many more there are.
 
-    `places` maps dotted keys to the file and line, or the override, that set them.
+    `places`: dotted key -> the file and line, or the override, that set it.
     """
     # A misspelt key also leaves its field missing: the spelling is the mistake to report.
     details = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")

@@ -1,7 +1,4 @@
-"""The graph of one iteration: steps are connected by their artifacts before any work, or refused with the reason.
-
-An edge is an artifact, from the step that provides it to each step that needs it.
-"""
+"""The graph of one iteration: an edge is an artifact, from the step that provides it to each step that needs it."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +15,7 @@ from fp8core.errors import UserError
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step with every port connected: `inputs` and `outputs` map a port to its artifact."""
+    """`inputs` and `outputs` map a port to its artifact."""
 
     name: str
     uses: str
@@ -30,18 +27,18 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One iteration that can run: steps in an order in which inputs come before their readers."""
+    """Steps in an order in which inputs come before their readers."""
 
     steps: tuple[PlannedStep, ...]
     carries: Mapping[str, str]
 
     def ready(self, done: set[str]) -> list[PlannedStep]:
-        """Steps, not in `done`, that need only what the steps named in `done` provide and what is carried."""
+        """Steps, not in `done`, that need only what those provide and what is carried."""
         available = set(self.carries).union(*(step.outputs.values() for step in self.steps if step.name in done))
         return [step for step in self.steps if step.name not in done and available.issuperset(step.inputs.values())]
 
     def artifact_of(self, port: str) -> str:
-        """The artifact that the first step with an output port of this name provides there."""
+        """Of the first step with an output port of this name."""
         return next(step.outputs[port] for step in self.steps if port in step.outputs)
 
     def levels(self) -> list[list[PlannedStep]]:
@@ -57,10 +54,7 @@ class StepGraph:
 def check_pipeline(
     pipeline: PipelineConfig, carried_kinds: Mapping[str, str], resolve: Callable[[str], StepSpec]
 ) -> StepGraph:
-    """`carried_kinds`: of artifacts before the first iteration; `resolve`: from import paths to declarations.
-
-    Raises UserError, with the place and the reason.
-    """
+    """`carried_kinds`: of artifacts before the first iteration. Raises UserError, with the place and the reason."""
     names = [step.name for step in pipeline.steps]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"step {repeated[0]}: two steps have this name")
@@ -140,7 +134,7 @@ def _check_inputs(step: PlannedStep, kinds: Mapping[str, str]) -> None:
 
 
 def _ordered(steps: Sequence[PlannedStep], producers: Mapping[str, PlannedStep]) -> list[PlannedStep]:
-    """Steps in topological order; of those that could come next, the first one in the configuration does."""
+    """In topological order; of those that could come next, the first one in the configuration does."""
     needs = {
         step.name: {producers[artifact].name for artifact in step.inputs.values() if artifact in producers}
         for step in steps

@@ -1,8 +1,4 @@
-"""The declaration of a step: what it needs, what it provides and what it accepts as options.
-
-There is no registry of steps. A step is any callable with an attribute `spec`, found by its import path
-(`uses: package.module:name`). So a step of the user's own needs no call into this library.
-"""
+"""The declaration of a step: any callable with an attribute `spec`, found by its import path (`uses`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,11 +17,10 @@ class NoOptions(Section):
 
 @dataclass(frozen=True)
 class StepSpec:
-    """The declaration of a step.
+    """`inputs`, `outputs` and `optional_inputs` map a port to the kind of its artifact.
 
-    `inputs`, `outputs` and `optional_inputs` map a port to the kind of its artifact. A pipeline must connect every port
-    of `inputs` and may connect those of `optional_inputs`. `options` is the model of `with`. A step with `redo` changes
-    the live trainer: a restored run executes it again from its stored inputs and compares.
+    A pipeline must connect every port of `inputs`. `options` is the model of `with`. A step with `redo` changes the
+    live trainer: a restored run executes it again from its stored inputs and compares.
     """
 
     name: str

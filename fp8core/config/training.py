@@ -30,9 +30,7 @@ class MegatronConfig(Section):
         False, description="Norms and the residual stream are shared as well; needs tensor_parallel above 1."
     )
     recompute: Literal["none", "full"] = Field("none", description="Recompute in the backward: nothing, or all layers.")
-    micro_batch_tokens: int = Field(
-        8192, ge=128, le=1 << 22, multiple_of=128, description="Tokens of one packed forward and backward pass."
-    )
+    micro_batch_tokens: int = Field(8192, ge=128, le=1 << 22, multiple_of=128, description="Tokens of one pass.")
 
     @model_validator(mode="after")
     def _sequence_parallel_needs_a_group(self) -> "MegatronConfig":
@@ -57,13 +55,9 @@ class ScheduleConfig(Section):
 class TrainingConfig(Section):
     """Optimisation of the policy."""
 
-    trainer: Literal["torch", "megatron"] = Field(
-        "torch", description="torch: exact on a CPU, packed on a GPU; megatron: Megatron Core."
-    )
+    trainer: Literal["torch", "megatron"] = Field("torch", description="torch: exact on a CPU, packed on a GPU.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Of the torch trainer.")
-    packed: bool | None = Field(
-        None, description="Torch trainer for packed sequences; false: the exact trainer; null packs on a GPU."
-    )
+    packed: bool | None = Field(None, description="Packed sequences; false: the exact trainer; null: on a GPU.")
     learning_rate: float = Field(1e-4, gt=0, le=1, description="Of AdamW, at its highest.")
     warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
     learning_rate_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
@@ -71,27 +65,17 @@ class TrainingConfig(Section):
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of AdamW's second moment.")
     weight_decay: float = Field(0.0, ge=0, le=1, description="Of AdamW, decoupled from the gradient.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients of a larger norm are scaled down to it.")
-    minibatches: int = Field(
-        1, ge=1, le=1024, description="Optimiser updates per rollout batch, at most one for each row in the loss."
-    )
-    micro_batch: int = Field(
-        256, ge=1, le=65536, description="Sequences in one forward and backward pass that are not packed."
-    )
-    tokens_per_pass: int = Field(
-        16384, ge=128, le=1 << 22, description="Tokens in one forward and backward pass that are packed."
-    )
+    minibatches: int = Field(1, ge=1, le=1024, description="Optimiser updates per rollout batch.")
+    micro_batch: int = Field(256, ge=1, le=65536, description="Sequences of one pass that is not packed.")
+    tokens_per_pass: int = Field(16384, ge=128, le=1 << 22, description="Tokens of one packed pass.")
     activation_checkpointing: bool = Field(False, description="Packed: recompute inside layers for the backward.")
-    optimiser_state: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Packed: format of AdamW's moments; bf16 takes half the memory."
-    )
+    optimiser_state: Literal["fp32", "bf16"] = Field("fp32", description="Packed: format of AdamW's moments.")
     reduce_gradients: Literal["per_update", "per_pass"] = Field(
         "per_update",
         description="Packed ranks exchange gradients once an update (ZeRO stage 1), or in each pass (stage 2).",
     )
     deterministic: bool = Field(True, description="On a GPU: only repeatable kernels, which replays need.")
-    lora: LoraConfig | None = Field(
-        None, description="Torch trainers: adapters learn, and the model is frozen; null trains all weights."
-    )
+    lora: LoraConfig | None = Field(None, description="Torch trainers: adapters learn; null trains all weights.")
     megatron: MegatronConfig = Field(default_factory=MegatronConfig, description="Of trainer=megatron.")
 
     @property
@@ -180,9 +164,7 @@ class CorrectionConfig(Section):
     denominator: Literal["kept", "all"] | None = Field(
         None, description="Of custom: rejected tokens leave the loss's denominator (kept), or stay in it with weight 0."
     )
-    mode: Literal["decoupled", "bypass"] = Field(
-        "decoupled", description="Of custom: bypass takes rollout for old, and corrects anew at every update."
-    )
+    mode: Literal["decoupled", "bypass"] = Field("decoupled", description="Of custom: bypass takes rollout for old.")
 
     @property
     def divides_by(self) -> Literal["kept", "all"]:

@@ -84,7 +84,7 @@ def _points(name: str, *rounded: str) -> RoundingPoints:
 
 
 # Kernels of experts and routers stay unfused, compiled or not: on a GPU vLLM's own
-# (silu_mul_per_token_group_quant_fp8_colmajor, a BF16 gate), on a CPU `rollout.vllm.in_place.InPlaceExperts`.
+# (silu_mul_per_token_group_quant_fp8_colmajor, a BF16 gate).
 _EXPERTS = ("expert_activated", "routed")
 NOWHERE = _points("nowhere")
 STEPWISE = _points("stepwise", "sums", "normalised", "activated", "expert_activated", "weights")

@@ -103,7 +103,7 @@ class EmbeddedEngine:
         }
 
     def sleep(self) -> None:
-        """Keep everything: weights and caches lie in main memory."""
+        """Weights and caches lie in main memory."""
 
     def close(self) -> None:
         self._stored, self._weights, self._scales = {}, None, None
@@ -118,7 +118,6 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
-        """Log-prob of each target after its context, from one prefill; one row."""
         assert self._weights is not None, "update() comes before score()"
         hidden, _ = self._prefill([probe.context for probe in probes], 0, None)
         logprobs = log_softmax(self._decoder.formats.head.logits(hidden, self._weights.head), temperature)
@@ -128,7 +127,7 @@ class EmbeddedEngine:
     def _prefill(
         self, contexts: Sequence[Sequence[int]], room: int, record: RecordedRouting | None
     ) -> tuple[Tensor, KvCache]:
-        """Hidden state of each context's last token, [contexts, hidden], and their cache."""
+        """Hidden state of each context's last token, [contexts, hidden]."""
         longest = max(map(len, contexts))
         tokens = torch.zeros(len(contexts), longest, dtype=torch.int64)
         valid = torch.zeros(len(contexts), longest, dtype=torch.bool)
@@ -146,7 +145,7 @@ class EmbeddedEngine:
         return self._decoder.hidden(self._weights, tokens, positions, cache, scales, routing=record or TOP_K)[:, -1]
 
     def _draw(self, hidden: Tensor, seeds: Tensor, places: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """The next tokens and their log-probs, int64 and FP32 [B], from [B, hidden], seeds and positions."""
+        """int64 and FP32 [B], from [B, hidden]."""
         assert self._weights is not None
         temperature = sampling.temperature or 1.0
         logits = self._decoder.formats.head.logits(hidden, self._weights.head)
@@ -233,14 +232,13 @@ class EmbeddedSession:
 
     @staticmethod
     def _note_experts(rows: Sequence[_Sequence], chosen: Tensor) -> None:
-        """Append the experts of the newest positions, [B, T, sparse layers, k], which are padded on their left."""
+        """[B, T, sparse layers, k], which are padded on their left."""
         for row, positions in zip(rows, chosen.to(torch.int16), strict=True):
             if not row.finish:
                 row.experts.append(positions[-row.length :])
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
-    """Its weights as they are sent, and ready; its cache grows as it generates."""
     weights = engine_weights(config, arch)
     return EngineMemory((weights, Need("engine weights, ready", emulated_bytes(arch), EMULATED)))
 

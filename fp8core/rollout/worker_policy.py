@@ -21,7 +21,7 @@ _TOGETHER_BYTES = 64 << 20
 
 
 class _Rows(NamedTuple):
-    """The place of one shipped tensor, or of its part `cut`: rows of a parameter; `flat`: their bytes if contiguous."""
+    """Rows of a parameter for a shipped tensor, or for its part `cut`; `flat`: their bytes if contiguous."""
 
     spec: TensorSpec
     rows: Tensor
@@ -70,7 +70,7 @@ class WeightPlaces:
             torch._foreach_copy_(targets, sources)
 
     def sums(self, parameters: Mapping[str, Tensor], gather: Callable[[Tensor, int], Tensor]) -> dict[str, list[int]]:
-        """Lane sums of every tensor or its part (`fingerprint.slice_sums`), from the parameters as they are."""
+        """`fingerprint.slice_sums` of every tensor or its part."""
         self._check_addresses(parameters)
         found = dict[str, list[int]]()
         if self._slices:
@@ -107,7 +107,7 @@ def _slice_of(place: _Rows) -> Slice:
 
 
 class WorkerPolicy(ABC):
-    """Weights written in place, scales set, both read back; an engine adds where its library keeps scales and cache."""
+    """An engine adds where its library keeps scales and cache."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model: Any = model
@@ -147,7 +147,7 @@ class WorkerPolicy(ABC):
         self._write_scales(scales)
 
     def read_back(self) -> dict[str, Any]:
-        """Version, lane sums of every tensor or its part from the parameters themselves, and the scales in force."""
+        """Version, lane sums, and the scales in force."""
         sums = self._places().sums(self._named(), self._gather)
         return {"version": self._version, "sums": sums, "scales": self.scales()}
 
@@ -155,7 +155,7 @@ class WorkerPolicy(ABC):
         return self._read_scales() if self._has_scales() else []
 
     def clear_cache(self) -> None:
-        """Zero the KV cache: after sleep it holds whatever bytes were there, NaN among them."""
+        """After sleep it holds whatever bytes were there, NaN among them."""
         for cache in self._caches():
             cache.zero_()
 

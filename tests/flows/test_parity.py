@@ -112,8 +112,6 @@ def test_mistakes_are_refused_before_any_work(judge_small: Callable[..., Any], s
     assert (twice.is_failed(), twice.message) == (True, "seeds: one is named twice in 0, 0")
     unknown = judge_small({"warmstart": 1}, name="twice")
     assert "warmstart" in unknown.message
-    steps = judge_small({"steps": 1}, name="twice", steps=2)
-    assert steps.message == "steps: 2 and 1 are both given, the second in overrides; omit one"
     absent = judge_small({"reward.verifier": "nowhere:score"}, name="twice", seeds=[0])
     assert "nowhere" in absent.message
     assert not (shelf / "parity" / "twice").exists()

@@ -19,20 +19,24 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
 from fp8core.run.policy import check_formats, check_report
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(not ON_GPU, reason="vLLM for CPUs computes no experts"),
+]
 
 # A dense layer between two with experts; the router's logits are as far apart as those of the head.
 EXPERTS = Experts(count=8, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=(1,))
 ARCH = Architecture(**{**SHAPE, "family": "qwen3_moe", "num_layers": 3, "experts": EXPERTS})
-SAMPLING = Sampling(1.0, 12, frozenset({3}), report_experts=ON_GPU)
+SAMPLING = Sampling(1.0, 12, frozenset({3}), report_experts=True)
 
 
 @pytest.fixture(scope="module")
 def started(vllm_build):
     from fp8core.rollout.vllm.engine import VllmEngine
 
-    options = OPTIONS.model_copy(update={"sleep": ON_GPU})
-    engine = VllmEngine(ARCH, CONTRACT, options, 16, vllm_build, "faulty_worker.FaultyWorker", routes=ON_GPU)
+    options = OPTIONS.model_copy(update={"sleep": True})
+    engine = VllmEngine(ARCH, CONTRACT, options, 16, vllm_build, "faulty_worker.FaultyWorker", routes=True)
     yield engine
     engine.close()
 
@@ -50,19 +54,18 @@ def test_the_engine_runs_what_the_contract_says(engine, policies):
     described = engine.describe()
     check_formats(described, CONTRACT)
     assert described["dtypes"]["model.layers.0.mlp.gate.weight"] == "bfloat16"
-    assert described["kernels"]["routed_experts"] == ("TritonOrDeepGemmExperts" if ON_GPU else "InPlaceExperts")
+    assert described["kernels"]["routed_experts"] == "TritonOrDeepGemmExperts"
 
 
 def test_parameters_stay_where_they_are(engine, policies):
     check_parameters_stay_where_they_are(engine, policies[1])
 
 
-@pytest.mark.parametrize("fault", ["swapped_experts", *(["doubled_tile"] if ON_GPU else [])])
+@pytest.mark.parametrize("fault", ["swapped_experts", "doubled_tile"])
 def test_a_fault_among_experts_shows(engine, policies, fault):
     check_a_fault_shows(engine, policies[1], fault)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="vLLM for CPUs does not sleep")
 def test_an_engine_that_slept_holds_what_it_was_sent(engine, policies):
     """Waking, vLLM's first runner sets the scales of K and V to 1.0."""
     groups, policy = build_groups(8, 2), policies[1]
@@ -75,7 +78,6 @@ def test_an_engine_that_slept_holds_what_it_was_sent(engine, policies):
     assert sum(a.tokens == b.tokens for a, b in zip(before, after, strict=True)) >= 12
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs the quantiser of DeepGEMM's experts")
 def test_what_leaves_an_activation_is_quantised_as_agreed(started):
     from vllm.model_executor.layers.quantization.utils.fp8_utils import silu_mul_per_token_group_quant_fp8_colmajor
 
@@ -92,7 +94,6 @@ def test_what_leaves_an_activation_is_quantised_as_agreed(started):
     assert codes.cpu().view(torch.uint8).equal(expected_codes.view(torch.uint8))
 
 
-@pytest.mark.skipif(not ON_GPU, reason="vLLM for CPUs has no runner that records the experts that were chosen")
 def test_the_chosen_experts_bring_training_nearer(engine, policies):
     groups, policy = build_groups(12, 4), policies[0]
     found = collect(engine, groups, SAMPLING)

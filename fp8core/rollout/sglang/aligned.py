@@ -1,11 +1,7 @@
 """Models, attention and sampler of SGLang that compute with the functions that train: equal log-probs bit for bit.
 
-The modules are those of SGLang's own Llama, Qwen2 and Qwen3, so weights lie, are named, written and read back as in
-these. The forward is ours (`fp8core.rollout.aligned`). SGLang schedules, keeps the radix cache and captures decode
-steps; its page table has the places of keys.
-
-Requests with one new token go through `kernels.decode_attention`, those with more through
-`kernels.sequence_attention`, which has the same bytes. Importing this module gives SGLang the models.
+The modules are those of SGLang's own Llama, Qwen2 and Qwen3; the forward is ours (`fp8core.rollout.aligned`). Attention
+is as in `rollout.vllm.aligned`. Importing this module gives SGLang the models.
 """
 
 from typing import Any
@@ -29,7 +25,7 @@ from fp8core.rollout.sglang.settings import BEYOND
 
 
 class AlignedAttention(ScaledAttention):
-    """Our kernels over SGLang's cache; what FlashAttention's backend lays out for a step is what they read."""
+    """It reads what FlashAttention's backend lays out for a step."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -89,7 +85,7 @@ def _group(layer: Any) -> int:
 
 
 class AlignedSampler(SeededSampler):
-    """Log-probs of drawn and of given tokens by the function that trains; of greedy ones at temperature 1."""
+    """Greedy tokens have log-probs of temperature 1."""
 
     def forward(
         self,

@@ -1,10 +1,8 @@
 """FlashAttention 3 of SGLang with the policy's scales, as an attention backend of SGLang.
 
 SGLang has scales of K and V as attributes of a layer and none of Q. This backend makes all three codes itself, with
-saturation and one rounding, and hands FlashAttention the scales that multiply back. Scores are sums of products of Q
-and K, so the scale of Q goes with that of K.
-
-Scales lie in buffers on the device, which captured graphs read: they are filled, never replaced.
+saturation and one rounding. Scores are sums of products of Q and K, so the scale of Q goes with that of K. Scales lie
+in buffers, which captured graphs read.
 """
 
 from typing import Any

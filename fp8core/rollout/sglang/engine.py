@@ -1,8 +1,4 @@
-"""SGLang as a rollout engine, in processes of its own (`host`).
-
-The engine starts without weights; the first update brings them. Weights are written in place and read back, so that
-what generates is proved to be what was sent (`tasks.sync`).
-"""
+"""SGLang as a rollout engine, in processes of its own (`host`)."""
 
 import atexit
 import json
@@ -64,7 +60,7 @@ class SglangEngine(ResidentEngine):
         build: EngineBuild,
         worker: str = WORKER,
     ) -> None:
-        """Start SGLang. Raises UserError: its environment is not prepared; EngineLost: it ended while it started."""
+        """Raises UserError: its environment is not prepared; EngineLost: it ended while it started."""
         refuse_others(required_environment(), "SGLang is started")
         longest = options.context_length or arch.max_positions
         super().__init__(
@@ -164,7 +160,7 @@ class HostPipe:
         return self.answer()
 
     def send(self, *message: Any) -> None:
-        """Ask for something, and go on. Where the host has ended, a later `send` or `receive` raises EngineLost."""
+        """Where the host has ended, a later `send` or `receive` raises EngineLost."""
         if not self._sender.is_alive():
             raise EngineLost("SGLang's host ended")
         self._unsent.put(ForkingPickler.dumps(message))
@@ -182,13 +178,13 @@ class HostPipe:
         return message
 
     def answer(self) -> Any:
-        """The result of what was asked for; outputs of requests before it are dropped."""
+        """Outputs of requests before the answer are dropped."""
         while (message := self.receive())[0] == FINISHED:
             pass
         return message[1]
 
     def close(self, deadline: float) -> None:
-        """Ask for the end, and drop what the host may be blocked in sending until it ends or the deadline passes."""
+        """Drop what the host may be blocked in sending until it ends or the deadline passes."""
         with suppress(EngineLost):
             self.send(CLOSE)
         self._unsent.put(_LAST)

@@ -1,7 +1,7 @@
 """A process between training and SGLang, which holds `sglang.Engine` and answers through a pipe.
 
-SGLang takes a process for its own. It sets the way in which others are started, and catches their signals. When it
-closes, or a process of it fails, it ends every child of this one. So it has a process with nothing else in it.
+SGLang sets the way in which processes are started, catches their signals, and ends every child when it closes or fails.
+So it has a process with nothing else in it.
 """
 
 import asyncio
@@ -30,7 +30,6 @@ Ended = asyncio.Queue["asyncio.Task[dict[str, Any]]"]
 
 
 def start_engine(arguments: dict[str, Any]) -> Any:
-    """SGLang's engine with our processes, in the places that it keeps for them."""
     # SGLang is optional; its package has a stand-in of this name, which cannot be derived from.
     from sglang.srt.entrypoints.engine import Engine
 
@@ -47,7 +46,7 @@ def start_engine(arguments: dict[str, Any]) -> Any:
 
 
 def serve(pipe: Connection, arguments: dict[str, Any], start: Callable[[dict[str, Any]], Any] = start_engine) -> None:
-    """`start` an engine, say so, and answer until CLOSE is asked for, the parent ends, or one of SGLang's processes."""
+    """Until CLOSE is asked for, the parent ends, or one of SGLang's processes."""
     end_with_parent.follow_parent()
     try:
         host = Host(pipe, start(arguments), arguments)
@@ -70,10 +69,7 @@ def serve(pipe: Connection, arguments: dict[str, Any], start: Callable[[dict[str
 
 
 def _end_with_children(closing: threading.Event) -> None:
-    """From now on the end of a child is that of this process, unless it is closing.
-
-    A call may wait for an answer that the child owes, so the end is SIGKILL: SGLang's other processes follow this one.
-    """
+    """From now on the end of a child is that of this process, unless it is closing: a call may wait for its answer."""
     children = [process.sentinel for process in multiprocessing.active_children()]
 
     def follow() -> None:
@@ -94,7 +90,7 @@ class Host:
         self._aborting = False
 
     def answer(self, method: str, *arguments: Any) -> bool:
-        """Call a method and send what it returns or how it failed; false for CLOSE."""
+        """False for CLOSE."""
         if method == CLOSE:
             return False
         try:

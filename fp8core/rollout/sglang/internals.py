@@ -1,7 +1,4 @@
-"""The only place that touches what SGLang does not publish: attributes of attention layers, kernels, the KV cache.
-
-Attributes are read, and those that SGLang leaves empty are filled; no method is replaced.
-"""
+"""Attributes that SGLang does not publish: they are read, and empty ones are filled; no method is replaced."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -54,8 +51,6 @@ def scale_buffers(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SglangPolicy(WorkerPolicy):
-    """The policy that SGLang's model holds."""
-
     def describe(self) -> dict[str, Any]:
         backend, linears = getattr(self._model, _BACKEND), list(self._linears())
         attention = {
@@ -84,7 +79,7 @@ class SglangPolicy(WorkerPolicy):
                 yield name, module
 
     def _head_type(self) -> str:
-        """Type of the logits, from what the head makes of a hidden state."""
+        """From what the head makes of a hidden state."""
         head = self._model.lm_head
         hidden = torch.zeros(1, head.weight.shape[1], dtype=torch.bfloat16, device=head.weight.device)
         return _name(head.quant_method.apply(head, hidden, None).dtype)

@@ -1,8 +1,4 @@
-"""Block-FP8 linears and an FP32 head, as a quantisation method of SGLang.
-
-The quantiser of activations, the product of codes and the head are those that train. Weights and their scales are read
-where they were written: nothing is laid out anew after loading.
-"""
+"""Block-FP8 linears and an FP32 head, as a quantisation method of SGLang, by the functions that train."""
 
 from functools import cache
 from typing import Any
@@ -23,8 +19,6 @@ from fp8core.rollout.slots import FUSED
 
 
 class BlockFp8Linear(LinearMethodBase):
-    """y = x W^T of codes: x in the groups of the recipe, W in its tiles."""
-
     def __init__(self, groups: Grouping) -> None:
         self.groups = groups
 
@@ -49,7 +43,6 @@ class BlockFp8Linear(LinearMethodBase):
         """Nothing is laid out anew."""
 
     def quantise(self, x: Tensor) -> Codes:
-        """Codes and scales of BF16 [tokens, in]."""
         return row_codes(x, self.groups, flag_of(x.device))
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -61,8 +54,6 @@ class BlockFp8Linear(LinearMethodBase):
 
 
 class Fp32Head(UnquantizedEmbeddingMethod):
-    """Embedding, and a head whose logits are FP32 sums of BF16 products."""
-
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         assert bias is None, "no model here has a biased head"
         return head_logits(x, layer.get_parameter("weight"))
@@ -113,5 +104,5 @@ class PolicyQuantisation(QuantizationConfig):
 
 @cache
 def flag_of(device: torch.device) -> FiniteFlag:
-    """For the quantisers on a device. It is not read: a value that is not finite reaches the log-probs."""
+    """It is not read: a value that is not finite reaches the log-probs."""
     return FiniteFlag(device)

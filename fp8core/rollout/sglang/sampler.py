@@ -1,8 +1,4 @@
-"""SGLang's sampler with a seed a completion, outside deterministic inference.
-
-A request brings its seed as a parameter of its own (`settings.own_sampler`). A token is a function of its logits, its
-seed and its position: `numerics.logprobs.drawn_tokens`, by which the embedded engine draws as well.
-"""
+"""SGLang's sampler with a seed a completion: a token is a function of its logits, its seed and its position."""
 
 from typing import Any
 
@@ -26,7 +22,7 @@ class BringsSeed(CustomLogitProcessor):
 
 
 def drawn(logits: Tensor, sampling_info: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens by the seeds of their requests, int64 [B], and their log-probs, FP32 [B], from FP32 [B, V]."""
+    """int64 [B], and their log-probs, FP32 [B], from FP32 [B, V]."""
     seeds = torch.tensor([parameters[SEED] for parameters in sampling_info.custom_params], dtype=torch.int64)
     on_device = copied(seeds, logits.device)
     return drawn_tokens(logits, sampling_info.temperatures.flatten(), on_device, positions.long())
@@ -42,7 +38,7 @@ class SeededSampler(Sampler):
         token_ids_logprobs: list[list[int] | None],
         positions: Tensor,
     ) -> Tensor:
-        """As SGLang's. Greedy tokens and log-probs of given ones are left to it: no seed decides those."""
+        """Greedy tokens and log-probs of given ones are left to SGLang's: no seed decides those."""
         given = any(ids is not None for ids in token_ids_logprobs)
         if sampling_info.custom_params is None or sampling_info.is_all_greedy or given:
             found: Tensor = super().forward(

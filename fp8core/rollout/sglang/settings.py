@@ -3,17 +3,11 @@
 Everything that decides a bit is pinned here (facts about SGLang 0.5.15 on Hopper):
 
 - Its own block-FP8 linears quantise activations by FP32 scales on Hopper, whatever the weights' scales are
-  (`deep_gemm_wrapper/configurer.py`). A quantisation method of ours (`quantisation`) has the contract's rule, with the
-  quantiser and the product that train.
+  (`deep_gemm_wrapper/configurer.py`). Ours (`quantisation`) have the contract's rule.
 - FP8 attention is FlashAttention 3. SGLang casts Q unscaled, without saturation, and takes 1.0 where it finds no
-  scale of K or V. An attention backend of ours (`attention`) makes the codes and hands the scales to the kernel.
+  scale of K or V. Ours (`attention`) makes the codes and hands the scales to the kernel.
 - Logits are FP32 sums of BF16 products. SGLang's FP32 head would multiply in FP32, a copy of the head each step.
-- A sampler of ours (`sampler`) draws by the embedded engine's function of logits, seed and position: SGLang itself has
-  seeds in deterministic inference alone.
-- Log-probs are those of the tempered distribution, which is sampled from: nothing truncates it.
-
-`rollout.sglang.model: aligned` runs the model of `fp8core.rollout.sglang.aligned`, which computes with the functions
-that train.
+- SGLang itself has seeds in deterministic inference alone; ours (`sampler`) draws as the embedded engine does.
 
 All of it is registered where SGLang takes methods, backends and samplers from outside (`worker.register`). This module
 imports no SGLang.
@@ -46,12 +40,12 @@ _GIB = 1 << 30
 
 
 def required_environment() -> dict[str, str]:
-    """Variables that decide what SGLang computes, before it is imported. No plugin has this name, so none is loaded."""
+    """No plugin has this name, so none is loaded."""
     return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_PLUGINS": REGISTERED}
 
 
 def suggested_environment() -> dict[str, str]:
-    """Variables that decide speed: SGLang looks for the kernels that were compiled before a run in its own folder."""
+    """SGLang looks for compiled kernels in its own folder."""
     kept = str(Path.home() / ".cache" / "deep_gemm")
     return {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", "SGLANG_DG_CACHE_DIR": kept, "DG_JIT_CACHE_DIR": kept}
 
@@ -73,7 +67,7 @@ def engine_arguments(
     max_batch: int,
     worker: str = WORKER,
 ) -> dict[str, Any]:
-    """Arguments of `sglang.srt.server_args.ServerArgs`: plain values, which travel to another process.
+    """Plain values, which travel to another process.
 
     `folder`: of a config.json (`model_config`), and of the worker's requests. `worker`: path of `worker.answer`.
     """
@@ -107,7 +101,7 @@ def engine_arguments(
 
 
 def cache_tokens(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> int | None:
-    """Tokens of the KV cache, in whole pages; None where SGLang takes what is left."""
+    """Whole pages; None where SGLang takes what is left."""
     if options.kv_cache_gib is None:
         return None
     tokens = int(options.kv_cache_gib * _GIB) // cache_bytes_per_token(arch, contract.rollout.kv_cache)
@@ -115,7 +109,7 @@ def cache_tokens(arch: Architecture, contract: PrecisionContract, options: Sglan
 
 
 def model_config(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> dict[str, Any]:
-    """The config.json of a policy under the contract, without tokens: the engine is told where completions end."""
+    """A config.json without tokens: the engine is told where completions end."""
     # A request that ignores the model's end would ignore its own stop tokens as well: the model has no end.
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[], pad_id=None, dtype="bfloat16")
     formats = rollout_formats(contract, arch.num_layers).stored_names()

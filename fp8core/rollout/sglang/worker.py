@@ -1,7 +1,6 @@
 """The part inside SGLang's processes: what is registered there, and a worker that answers for the policy it holds.
 
 SGLang calls `answer` with its model where weights are updated with a loader of the user's own (`custom_weight_loader`).
-The request and its answer are files of the engine's folder, which is the model's: `Mailbox`.
 """
 
 import pickle
@@ -22,7 +21,7 @@ _HELD = "policy_held"
 
 
 def register() -> None:
-    """Give SGLang our quantisation method, attention backend and sampler; to be done in every process of it."""
+    """To be done in every process of SGLang."""
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
@@ -42,7 +41,7 @@ def register() -> None:
 
 
 def _lazily(place: str) -> Callable[..., Any]:
-    """A class of a module beside this one: processes without a model have no use for what these import."""
+    """Processes without a model have no use for what these modules import."""
     module, name = place.split(":")
     return lambda *arguments: getattr(import_module(f"fp8core.rollout.sglang.{module}"), name)(*arguments)
 
@@ -67,7 +66,7 @@ def run_detokenizer(*arguments: Any, **settings: Any) -> None:
 
 
 class WorkerError(RuntimeError):
-    """A request that the worker could not fulfil; the message has its traceback."""
+    """Its message has the traceback."""
 
 
 class Mailbox:

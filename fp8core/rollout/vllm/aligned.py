@@ -1,12 +1,10 @@
 """Models of vLLM that compute with the functions that train, so that both sides have the same log-probs bit for bit.
 
-The modules are those of vLLM's own Llama, Qwen2 and Qwen3, so weights lie, are named, written and read back as in
-these. The forward is ours (`fp8core.rollout.aligned`).
+The modules are those of vLLM's own Llama, Qwen2 and Qwen3; the forward is ours (`fp8core.rollout.aligned`).
 
-Attention: requests with one new token go through `kernels.decode_attention`, those with more through
-`kernels.sequence_attention`, which has the same bytes. vLLM lays out and writes the cache as for FlashAttention, and
-lists the new tokens of each request. A decode step is captured in a CUDA graph, so it reads only vLLM's own tensors and
-numbers in ascending order, which stay. Of a step with prompts, what lies between two attentions may be captured.
+Requests with one new token go through `kernels.decode_attention`, those with more through `kernels.sequence_attention`,
+which has the same bytes. A decode step is captured in a CUDA graph, so it reads only vLLM's own tensors and numbers in
+ascending order, which stay.
 
 GPUs that share a layer (tensor parallelism) have rows of each linear and of the head, and heads of their own. A sum is
 never cut: what the next product reads is put together from all of them, as codes or rounded results. So one GPU and
@@ -56,7 +54,7 @@ class AlignedBackend(DecodeBackend):
 
 @dataclass
 class StepQueries(AttentionMetadata):
-    """The input of the layers of a step: `decodes` for requests with one new token, `prompts` for those with more."""
+    """`decodes`: requests with one new token; `prompts`: those with more."""
 
     decodes: Queries
     prompts: list[Batch]
@@ -174,10 +172,7 @@ class AlignedForward(AlignedDecoder):
         return self.hidden(input_ids, positions, lambda attention, q, k, v: attention.attn(q, k, v))
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Log-probs of the distribution that is sampled from, instead of logits: FP32 [tokens, vocabulary].
-
-        vLLM samples from them at temperature 1 and reports them as they are (`logprobs_mode`).
-        """
+        """Log-probs of the distribution that is sampled from, instead of logits: FP32 [tokens, vocabulary]."""
         # The head has rows beyond the vocabulary, which vLLM pads it with.
         logits = self.joined(head_logits(hidden_states, self.lm_head.weight))[:, : self._arch.vocab_size]
         return log_softmax(logits, self.temperature).float()

@@ -1,8 +1,4 @@
-"""FlashAttention 3 for prompts and `kernels.decode_attention` for decode steps, as an attention backend of vLLM.
-
-Registered under the name that vLLM keeps for backends from outside (`register_backend`). Everything but the decode step
-is FlashAttention's own: metadata, prompts, how the cache is laid out and written.
-"""
+"""FlashAttention 3 for prompts and `kernels.decode_attention` for decode steps, as an attention backend of vLLM."""
 
 from typing import Any
 

@@ -1,8 +1,4 @@
-"""The rollout engine of production: vLLM, with its core in a process of its own.
-
-The engine starts without weights; the first update brings them. Weights are written in place and read back, so that
-what generates is proved to be what was sent (`tasks.sync`).
-"""
+"""vLLM as a rollout engine, with its core in a process of its own."""
 
 import hashlib
 import json
@@ -74,17 +70,14 @@ class VllmEngine(ResidentEngine):
         worker: str = WORKER,
         routes: bool = False,
     ) -> None:
-        """Start the engine core, for a contract that was found to fit (`requirements.contract_refusals`).
-
-        Args:
-            max_batch: sequences decoded together.
-            worker: qualified name of `PolicyWorker` or a class derived from it.
-            routes: whether experts can be reported with completions.
+        """`worker`: qualified name of a `PolicyWorker`. `routes`: whether experts can be reported.
 
         Raises UserError: the environment was not prepared, or vLLM's share of the GPU is not free.
         """
         _check_environment(required_environment(contract, options, build))
         if not build.on_gpu:
+            if arch.experts is not None:
+                raise UserError(f"rollout.engine=vllm: {build.described} computes no experts; set it to embedded")
             # Registers the quantisation method that `engine_arguments` names.
             import fp8core.rollout.vllm.in_place  # noqa: F401
         register_aligned_models()
@@ -193,10 +186,7 @@ class VllmEngine(ResidentEngine):
             self._ask(self._llm.add_request, f"{number}", tokens_input(list(request.tokens)), parameters)
 
     def _seed(self, request: Request) -> int:
-        """The aligned model draws by seed and position.
-
-        vLLM's generators begin anew with every request: they would draw for a turn what they drew for the one before.
-        """
+        """vLLM's generators begin anew with every request, and would draw for a turn what they drew before."""
         if self._aligned or not request.begun:
             return request.seed
         turn = f"turn/{request.seed}/{request.begun}"

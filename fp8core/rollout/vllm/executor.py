@@ -1,4 +1,4 @@
-"""Workers of vLLM on a GPU: copies of its core, which has imported vLLM already."""
+"""Workers of vLLM on a GPU as copies of its core."""
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -8,10 +8,8 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 class ForkingExecutor(MultiprocExecutor):
-    """vLLM's executor of several processes, in a core that computes nothing itself.
-
-    Our process has opened CUDA, so the core is spawned and imports vLLM anew: 14 s on a GPU host. The core has not, and
-    its workers need not: forking is vLLM's own default there.
+    """Our process has opened CUDA, so vLLM's core is spawned and imports vLLM anew: 14 s on a GPU host. The core
+    computes nothing: its workers may be forked, as is vLLM's own default.
     """
 
     def _init_executor(self) -> None:

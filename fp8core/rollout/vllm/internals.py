@@ -1,7 +1,4 @@
-"""The only place that touches what vLLM does not publish: scales of attention, kernels, the KV cache.
-
-Attributes are read and tensors are filled; no method is replaced.
-"""
+"""Attributes that vLLM does not publish: they are read, and tensors are filled; no method is replaced."""
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import InvalidStateError
@@ -33,7 +30,7 @@ def register_decode_backend() -> None:
 
 
 def register_aligned_models() -> None:
-    """Give vLLM the paths of the aligned models, by their names in a config.json; to be done in every process."""
+    """To be done in every process."""
     from vllm import ModelRegistry
 
     for name in set(NAMES.values()):
@@ -41,7 +38,7 @@ def register_aligned_models() -> None:
 
 
 def load_model_class(name: str) -> None:
-    """Give vLLM the class of a model itself. Of a path it learns in a process of its own: 13 s on two processors."""
+    """Of the path of a class vLLM learns in a process of its own: 13 s on two processors."""
     from vllm import ModelRegistry
 
     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
@@ -65,18 +62,14 @@ def layer_share() -> tuple[int, int]:
 
 
 class VllmPolicy(WorkerPolicy):
-    """The policy that a worker of vLLM holds, of which it may have a part."""
-
     def __init__(self, worker: Any) -> None:
         super().__init__(worker.model_runner.get_model(), worker.device)
         self._worker = worker
 
     def follow(self, pid: int) -> None:
-        """From now on vLLM's processes end with process `pid`."""
         end_with_parent.follow(pid)
 
     def set_temperature(self, temperature: float) -> None:
-        """Set what an aligned model divides its logits by, above 0."""
         self._model.temperature = temperature
 
     def describe(self) -> dict[str, Any]:
@@ -98,7 +91,6 @@ class VllmPolicy(WorkerPolicy):
         }
 
     def linears(self) -> dict[str, dict[str, str]]:
-        """Kernel and weight type of every linear of the decoder layers, and of the experts of each, by name."""
         found = {}
         for name, module in self._model.named_modules():
             method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)

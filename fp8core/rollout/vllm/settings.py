@@ -6,18 +6,14 @@ Everything that decides a bit is pinned here (facts about vLLM 0.26 on Hopper):
 - DeepGEMM's activation quantiser follows VLLM_USE_DEEP_GEMM_E8M0: powers of two, or FP32.
 - The passes that fuse quantisation into norm and activation have FP32 scales only, and quantise values that were never
   rounded to BF16. They are off for both rules.
-- FP8 attention is FlashAttention 3, and our own kernel in decode steps (`kernels.decode_attention`): Q, K, V and P in
-  E4M3. Scales are read from device buffers, so that they can change under CUDA graphs.
-- Log-probs are those of the tempered distribution, which is sampled from: nothing truncates it.
+- FP8 attention is FlashAttention 3, and our own kernel in decode steps (`kernels.decode_attention`).
+- Router logits are BF16, rounded from FP32; gate weights are FP32. vLLM's first model runner records the chosen
+  experts; vLLM selects it when they are requested.
 
-Router logits are BF16, rounded from FP32; gate weights are FP32. vLLM's first model runner records the chosen experts;
-vLLM selects it when they are requested.
-
-`rollout.vllm.model: aligned` runs the model of `fp8core.rollout.vllm.aligned`, which computes with the functions that
-train. This module imports no vLLM.
+This module imports no vLLM.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +26,7 @@ from fp8core.models.architecture import (
     with_whole_tiles,
 )
 from fp8core.models.quantised_checkpoint import block_fp8_section
-from fp8core.models.weights import StoredNames, is_linear, rollout_formats
+from fp8core.models.weights import is_linear, rollout_formats
 from fp8core.numerics.attention import decode_kernel_takes
 from fp8core.rollout.aligned import POINTS, aligned_config, is_aligned
 from fp8core.rollout.requirements import EngineBuild
@@ -42,16 +38,6 @@ FP8_KERNELS = (ALIGNED_KERNEL, "DeepGemmFp8BlockScaledMMKernel", "TritonOrDeepGe
 _KERNELS_BY_TYPE = {"bfloat16": None, "float8_e4m3fn": FP8_KERNELS}
 
 
-def kept_experts(arch: Architecture, formats: StoredNames) -> Iterable[str]:
-    """Modules of a mixture of experts that vLLM must not take for FP8: routers, and what stays in BF16."""
-    for layer in range(arch.num_layers) if arch.experts else ():
-        mlp, sparse = f"model.layers.{layer}.mlp", layer in arch.sparse_layers
-        if sparse:
-            yield f"{mlp}.gate"
-        if formats.layers[layer].gate_up != "fp8_block":
-            yield f"{mlp}.experts" if sparse else f"{mlp}.gate_up_proj"
-
-
 WORKER = "fp8core.rollout.vllm.worker.PolicyWorker"
 EXECUTOR = "fp8core.rollout.vllm.executor.ForkingExecutor"
 # The method of quantisation that vLLM's registry is given (`in_place`).
@@ -61,6 +47,7 @@ IN_PLACE = "fp8_grpo_in_place"
 _FP8_BACKENDS = ("FlashAttentionImpl", "DecodeImpl", "AlignedImpl")
 # vLLM quantises in these passes; what they fuse is another arithmetic than the contract's.
 FUSIONS = ("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "enable_qk_norm_rope_fusion")
+_GATHERED_COLUMNS = 1024
 # Operations that vLLM has kernels of its own for, and that torch.compile fuses where they are not asked for.
 _KERNELS = ("rms_norm", "silu_and_mul", "rotary_embedding")
 _NORMS = ("rms_norm", "fused_add_rms_norm")
@@ -73,7 +60,7 @@ _CPU_BATCHED_TOKENS = 2048
 
 
 def required_environment(contract: PrecisionContract, options: VllmConfig, build: EngineBuild) -> dict[str, str]:
-    """Variables that decide what vLLM computes; they must be set before it is imported."""
+    """They must be set before vLLM is imported."""
     required = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_BATCH_INVARIANT": str(int(options.batch_invariant))}
     if build.on_gpu:
         required |= {
@@ -110,17 +97,6 @@ def attention_backend(arch: Architecture, contract: PrecisionContract) -> str:
     return "CUSTOM" if fits and contract.rollout.kv_cache == "fp8" else "FLASH_ATTN"
 
 
-def aligned_compilation(options: VllmConfig, max_batch: int) -> dict[str, Any]:
-    """Of vLLM's `CompilationConfig`: nothing is compiled, steps are captured as they are.
-
-    A decode step is one graph. Of a step with prompts, what lies between two attentions is a graph, or all is eager.
-    """
-    if captures_prompts(options):
-        sizes = captured_sizes(options.captured_tokens or 0, max_batch)
-        return {"mode": "NONE", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
-    return {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY" if options.graphs else "NONE"}
-
-
 def captures_prompts(options: VllmConfig) -> bool:
     return options.model == "aligned" and options.graphs and bool(options.captured_tokens)
 
@@ -146,11 +122,7 @@ def engine_arguments(
     worker: str,
     routes: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs`.
-
-    `folder`: of a config.json (`model_config`). `worker`: qualified name of the class mixed into vLLM's worker.
-    `routes`: whether chosen experts are recorded.
-    """
+    """`folder`: of a config.json (`model_config`). `worker`: qualified name of the class mixed into vLLM's worker."""
     longest = options.max_model_len or arch.max_positions
     arguments: dict[str, Any] = {
         "model": folder,
@@ -190,7 +162,13 @@ def _cuda_arguments(
 ) -> dict[str, Any]:
     kernels = _KERNELS if contract.rounding_points == "kernels" else ()
     custom_ops = ["+quant_fp8", *(f"+{name}" for name in kernels)]
-    own = aligned_compilation(options, max_batch) if options.model == "aligned" else {}
+    own: dict[str, Any] = {}
+    if captures_prompts(options):
+        # A decode step is one graph. Of a step with prompts, what lies between two attentions is a graph.
+        sizes = captured_sizes(options.captured_tokens or 0, max_batch)
+        own = {"mode": "NONE", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
+    elif options.model == "aligned":
+        own = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY" if options.graphs else "NONE"}
     arguments: dict[str, Any] = {
         # Left alone vLLM takes 2,048 here, and reads prompts in four times as many steps.
         "max_num_batched_tokens": max(options.batched_tokens, max_batch),
@@ -202,7 +180,8 @@ def _cuda_arguments(
     if contract.rollout.linear == "fp8_block":
         # The aligned model multiplies by itself; vLLM's DeepGEMM refuses widths of its own choice.
         arguments["linear_backend"] = "triton" if options.model == "aligned" else "deep_gemm"
-    if arch.experts is not None and (contract.rollout.linear == "bf16" or options.experts == "triton"):
+    by_triton = contract.rollout.linear == "bf16" or options.batch_invariant or not _gathers(arch.hidden_size)
+    if arch.experts is not None and by_triton:
         # DeepGEMM is chosen by the environment: asked for by name, it would be demanded of layers in BF16 as well.
         arguments["moe_backend"] = "triton"
     return arguments
@@ -224,7 +203,7 @@ def _cache_bytes(gib: float | None) -> int | None:
 
 
 def model_config(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> dict[str, Any]:
-    """The config.json of a policy under the contract, without tokens: the engine is told where completions end."""
+    """A config.json without tokens: the engine is told where completions end."""
     arch = with_whole_tiles(arch) if options.model == "aligned" else arch
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[0], pad_id=None, dtype="bfloat16")
     if contract.rollout.linear == "fp8_block":
@@ -232,11 +211,24 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: VllmC
     return aligned_config(config, arch, contract.recipe) if options.model == "aligned" else config
 
 
-def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[str]:
+def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterator[str]:
+    """Modules that vLLM must not take for FP8: routers, and what stays in BF16."""
     formats = rollout_formats(contract, arch.num_layers).stored_names()
-    linears = (name for name in parameter_shapes(arch) if is_linear(name) and ".experts." not in name)
-    kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
-    return ["lm_head", *kept, *kept_experts(arch, formats)]
+    yield "lm_head"
+    for name in parameter_shapes(arch):
+        if is_linear(name) and ".experts." not in name and formats.of(name) != "fp8_block":
+            yield name.removesuffix(".weight")
+    for layer in range(arch.num_layers) if arch.experts else ():
+        mlp, sparse = f"model.layers.{layer}.mlp", layer in arch.sparse_layers
+        if sparse:
+            yield f"{mlp}.gate"
+        if formats.layers[layer].gate_up != "fp8_block":
+            yield f"{mlp}.experts" if sparse else f"{mlp}.gate_up_proj"
+
+
+def _gathers(columns: int) -> bool:
+    """The kernel that puts DeepGEMM's experts together takes so many columns, at once or in whole blocks."""
+    return columns % _GATHERED_COLUMNS == 0 or (columns < _GATHERED_COLUMNS and not columns & (columns - 1))
 
 
 def described_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
@@ -251,7 +243,7 @@ def described_formats(described: Mapping[str, Any], contract: PrecisionContract,
 
 
 def executed_points(described: Mapping[str, Any], build: EngineBuild) -> str:
-    """The rounding points of the contract that these kernels have, or what runs where they have none of them."""
+    """Those of the contract that these kernels have, or what runs where they have none of them."""
     if is_aligned(described):
         return POINTS
     operations, norms = described["custom_ops"], set(described["norms"])

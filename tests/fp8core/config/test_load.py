@@ -15,7 +15,6 @@ from fp8core.config.load import (
     merged_overrides,
     numeric_differences,
     origins,
-    refuse_contradiction,
     reload_config,
     shipped_names,
 )
@@ -132,13 +131,6 @@ def test_a_value_on_the_command_line_has_the_type_of_its_setting(override: str, 
 def test_a_value_that_a_command_adds_is_the_value() -> None:
     text = '1 caf\xe9 "x" # y'
     assert load_config("tiny", merged_overrides(["seed=1"], {"data.split": text})).data.split == text
-
-
-@pytest.mark.parametrize("overrides", [{"loss": {"clip_low": 0.2}}, {"loss.clip_low": 0.2}, ["loss.clip_low=0.2"]])
-def test_a_setting_that_has_another_value_beside_the_overrides_is_refused(overrides: object) -> None:
-    refuse_contradiction(overrides, {"loss.clip_low": 0.2, "steps": 7})  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"^loss\.clip_low: 0\.3 and 0\.2 are both given"):
-        refuse_contradiction(overrides, {"loss.clip_low": 0.3})  # type: ignore[arg-type]
 
 
 def test_every_value_can_be_overridden_with_itself() -> None:

@@ -117,5 +117,3 @@ def test_template_arguments_reach_the_chat_template(bpe_tokenizer, tmp_path):
     check_template_arguments(off, tokenizer)
     with pytest.raises(UserError, match=r"^data\.template_arguments: enable_thinking: the chat template"):
         check_template_arguments(off, bpe_tokenizer)
-    with pytest.raises(UserError, match=r"'messages' is no variable"):
-        gsm8k(**{"data.template_arguments": {"messages": []}})

@@ -144,8 +144,6 @@ def test_formats_that_sglang_cannot_run_are_refused(contract, options, complaint
         (SPARSE, KERNELS, {"model": "aligned"}, ["has experts"]),
         (SPARSE, POW2, {}, []),
         (SPARSE, FP8, {}, ["precision.scale_rule=fp32_activations: .* set it to pow2"]),
-        (SPARSE, POW2, {"batch_invariant": True}, ["rollout.vllm.experts=deep_gemm: .* set it to triton"]),
-        (SPARSE | {"hidden_size": 1536}, POW2, {}, ["hidden size is 1536, which is neither a power of two"]),
         (
             SPARSE | {"experts": replace(EXPERTS, intermediate_size=96)},
             POW2,
