@@ -26,6 +26,9 @@ from fp8core.config.cluster import ClusterConfig
 from fp8core.errors import EngineLost, MemberLost, UserError, first_line
 from fp8core.store.manifest import current_code
 
+# A member that failed leaves others in a collective, which they would not leave by themselves.
+_PATIENCE_SECONDS = 10.0
+
 
 class MemberFailed(RuntimeError):
     """The code of a process raised; the message names the process and holds its traceback."""
@@ -96,15 +99,26 @@ class Gang:
         Raises MemberLost: a process ended, or gave no answer in time; MemberFailed: its code raised; or an error for
         people, as the member raised it.
         """
-        found, pending = dict[Any, Any](), {call.ref: call.member for call in calls}
+        found, failures = dict[Any, Any](), list[Exception]()
+        pending = {call.ref: call.member for call in calls}
         while pending:
-            ref = self.first_ended(pending)
+            if not failures:
+                ref = self.first_ended(pending)
+            elif done := ray.wait(list(pending), num_returns=1, timeout=_PATIENCE_SECONDS)[0]:
+                (ref,) = done
+            else:
+                break
             try:
                 found[ref] = self.value(pending.pop(ref), ref)
             except Exception as error:
-                # Others may wait for this one in a collective.
-                self._end_members(error)
-                raise
+                if isinstance(error, MemberLost):
+                    # What others raised before came of it.
+                    self._end_members(error)
+                    raise
+                failures.append(error)
+        if failures:
+            self._end_members(failures[0])
+            raise failures[0]
         return [found[call.ref] for call in calls]
 
     def first_ended(self, pending: Mapping[Any, Handle]) -> Any:

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -64,11 +63,12 @@ def test_skip_that_leaves_nothing_is_refused(tmp_path: Path, bpe_tokenizer: Toke
         check(config_of(data, **{"data.unreadable": "skip"}), bpe_tokenizer)
 
 
-@dataclass(frozen=True)
 class Counting(InProcess):
     """The integer verifier, with what it was asked."""
 
-    asked: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__("integer", IntegerVerifier())
+        self.asked = list[str]()
 
     def faults(self, references: list[tuple[str, str]]) -> list[str | None]:
         self.asked.extend(reference for _, reference in references)
@@ -77,7 +77,7 @@ class Counting(InProcess):
 
 def test_equal_references_are_checked_once(tmp_path: Path) -> None:
     problems = [Problem(f"{n}", f"Q{n}?", "none" if n == 7 else f"#### {n % 20}", f"rows:{n}") for n in range(40)]
-    verifier = Counting("integer", IntegerVerifier())
+    verifier = Counting()
     found = readable(problems, config_of(tmp_path / "rows.jsonl", **{"data.unreadable": "skip"}), verifier)
     assert [row.problem.place for row in found.left_out] == ["rows:7"]
     assert len(verifier.asked) == 21
