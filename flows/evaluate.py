@@ -31,8 +31,8 @@ from fp8core.report.text import evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.run.answer import Answered, Questions, answer
 from fp8core.run.precision_gap import measure_parts
-from fp8core.run.recompute import RedoError
 from fp8core.run.replay import FAILURES
+from fp8core.run.resume import RedoError
 from fp8core.store.outputs import Output
 
 Result = TypeVar("Result")

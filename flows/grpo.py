@@ -37,12 +37,11 @@ from fp8core.report.run_verdict import answer
 from fp8core.report.summary import CURVES, Summary, summarise
 from fp8core.report.training_charts import training_charts
 from fp8core.run import loop
-from fp8core.run.execute import StepError, carried, stored_manifest
+from fp8core.run.execute import StepError, carried, history, stored_manifest
 from fp8core.run.loop import BoundError, TrainingPaused, next_step
+from fp8core.run.open import refuse_unrunnable
 from fp8core.run.policy import SyncError
-from fp8core.run.preflight import refuse_unrunnable
-from fp8core.run.recompute import RedoError
-from fp8core.run.resume import history
+from fp8core.run.resume import RedoError
 from fp8core.store.layout import SUMMARY
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Head

@@ -27,7 +27,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     """
     from fp8core.freed_memory import keep_freed_memory
     from fp8core.run.build import wants_gpus
-    from fp8core.run.preflight import refuse_unrunnable
+    from fp8core.run.open import refuse_unrunnable
     from fp8core.store.run_directory import read_description
 
     with Part("checking model and data", say):

@@ -16,7 +16,7 @@ from fp8core.parity.verdict import ParityResult, ParityVerdict
 from fp8core.progress import Part
 from fp8core.rollout.registry import engine_entry
 from fp8core.run.build import members_node
-from fp8core.run.preflight import check_inputs, refuse_unrunnable_settings
+from fp8core.run.open import check_inputs, refuse_unrunnable_settings
 from fp8core.store.json_text import canonical_json
 from fp8core.store.manifest import current_code, git_state, hardware, library_versions
 from fp8core.store.run_directory import read_description

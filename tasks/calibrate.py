@@ -1,12 +1,10 @@
 """Scales of Q, K and V for the next policy."""
 
-import pyarrow as pa
-
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import average_amax
+from fp8core.run.batches import read_amax, store_scales, token_batch
 from fp8core.run.context import RunContext
-from fp8core.run.scoring import read_amax, store_scales, token_batch
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -34,14 +32,7 @@ def calibrate(
     else:
         if rollouts is None:
             raise UserError("calibration.source=fresh_pass needs the rollouts: add them to the needs of calibrate")
-        table = evenly_spaced(store.get_table(rollouts, ["prompt_tokens", "tokens"]), run.config.calibration.sequences)
+        table = store.get_table(rollouts, ["prompt_tokens", "tokens"])
         current = run.ready_trainer().statistics(token_batch(table)).amax()
     averaged = average_amax(previous, current, run.config.calibration.average)
     return {"next_scales": store_scales(run, version, averaged)}
-
-
-def evenly_spaced(rollouts: pa.Table, count: int | None) -> pa.Table:
-    """At most `count` rows, evenly spaced from the first on; all of them for None."""
-    rows = len(rollouts)
-    kept = rows if count is None else min(count, rows)
-    return rollouts.take([i * rows // kept for i in range(kept)])

@@ -1,11 +1,9 @@
 """Greedy accuracy on held-out prompts, answered by the rollout engine in its own precision."""
 
-from typing import Any
-
 from fp8core.config.steps import NoOptions
 from fp8core.run.context import RunContext
 from fp8core.run.execute import stored_manifest
-from fp8core.run.rollouts import heldout_accuracy, heldout_episodes
+from fp8core.run.rollouts import heldout_artifacts, stored_evaluation
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import TURNS
 from tasks.step import step
@@ -18,23 +16,14 @@ def evaluate(
     run: RunContext, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
 ) -> dict[str, Ref]:
     """Every `evaluation.every` steps and at the last; the evaluation of other steps is empty."""
-    content: dict[str, Any] = {}
-    if _due(run, index):
-        content, _ = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts)
-    return {"evaluation": run.directory.store.put_json("evaluation", content)}
+    return heldout_artifacts(run, index) if _due(run, index) else stored_evaluation(run, {}, None)
 
 
 @step(inputs=_INPUTS, outputs={"heldout_turns": "turns", "evaluation": "evaluation"})
 def evaluate_episodes(
     run: RunContext, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
 ) -> dict[str, Ref]:
-    if _due(run, index):
-        return heldout_episodes(run, index)
-    store = run.directory.store
-    return {
-        "heldout_turns": store.put_table("turns", TURNS.empty_table()),
-        "evaluation": store.put_json("evaluation", {}),
-    }
+    return heldout_artifacts(run, index) if _due(run, index) else stored_evaluation(run, {}, TURNS.empty_table())
 
 
 def _due(run: RunContext, index: int) -> bool:

@@ -1,11 +1,7 @@
 """Optional step: leave groups without a learning signal out of the loss (DAPO, arXiv 2503.14476, section 3.2).
 
-With `rollout.oversample` above 1 this is dynamic sampling: more prompts are answered than are needed, and the first
-`groups` with a signal stay. When there are fewer, the step fails or trains on those, as configured. It never generates
-again, so that an iteration stays a fixed graph.
+With `rollout.oversample` above 1 this is dynamic sampling: the first `groups` with a signal stay.
 """
-
-from typing import Literal
 
 import pyarrow as pa
 import torch
@@ -13,9 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fp8core.config.section import Section
-from fp8core.errors import UserError
+from fp8core.run.batches import counted_rows, rows_with_signal
 from fp8core.run.context import RunContext
-from fp8core.run.update_inputs import counted_rows, rows_with_signal
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -26,9 +21,6 @@ class FilterOptions(Section):
     groups: int | None = Field(
         None, ge=1, description="Keep the first so many groups with a signal; null keeps all of them."
     )
-    shortfall: Literal["log", "error"] = Field(
-        "log", description="With fewer than `groups`: train on what there is (train/rows shows it), or fail."
-    )
 
 
 @step(inputs={"rewards": "rewards"}, outputs={"filtered": "rewards"}, options=FilterOptions)
@@ -37,19 +29,11 @@ def filter(run: RunContext, index: int, options: FilterOptions, rewards: Ref) ->
     store = run.directory.store
     table = store.get_table(rewards)
     kept = keep_informative(table, options.groups, counted_rows(table, run.config))
-    found = len({row["group"] for row in kept.to_pylist() if row["keep"]})
-    if options.groups is not None and found < options.groups and options.shortfall == "error":
-        raise UserError(
-            f"step {index}: {found} of {options.groups} wanted groups have scores that differ; "
-            "raise rollout.oversample or set shortfall: log"
-        )
     return {"filtered": store.put_table("rewards", kept)}
 
 
 def keep_informative(rewards: pa.Table, groups: int | None, compared: Tensor) -> pa.Table:
-    """A table of kind `rewards` that keeps the first `groups` groups with a signal.
-
-    `compared`: bool [rows], those that may make the baseline of advantages, as far as they are kept."""
+    """`compared`: bool [rows], those that may make the baseline of advantages, as far as they are kept."""
     keep = torch.tensor(rewards["keep"].to_pylist(), dtype=torch.bool)
     signal = (keep & rows_with_signal(rewards, keep & compared)).tolist()
     rows = rewards.to_pylist()

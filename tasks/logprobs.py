@@ -1,8 +1,8 @@
 """Score rollouts under the trainer's policy, and collect the statistics its KV scales are calibrated from."""
 
 from fp8core.config.steps import NoOptions
+from fp8core.run.batches import SCORED_COLUMNS, policy_batch, read_scales, stored_scores, trainer_of_policy
 from fp8core.run.context import RunContext
-from fp8core.run.scoring import SCORED_COLUMNS, policy_batch, read_scales, stored_scores, trainer_of_policy
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -14,7 +14,6 @@ from tasks.step import step
 def logprobs(
     run: RunContext, index: int, options: NoOptions, rollouts: Ref, policy: Ref, scales: Ref
 ) -> dict[str, Ref]:
-    """Log-probs of every completion token under v_i, with the scales s_i the rollout used."""
     trainer = trainer_of_policy(run, policy)
     table = run.directory.store.get_table(rollouts, SCORED_COLUMNS)
     current = read_scales(run, scales)

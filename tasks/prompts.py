@@ -9,6 +9,5 @@ from tasks.step import step
 
 @step(inputs={}, outputs={"prompts": "prompts"})
 def prompts(run: RunContext, index: int, options: NoOptions) -> dict[str, Ref]:
-    """The prompts of iteration `index`: a function of the run's seed and the index, so data position needs no state."""
     problems = run.source.training(index, run.config.rollout.drawn_prompts, run.config.seed)
     return {"prompts": run.directory.store.put_table("prompts", prompt_table(run, problems))}

@@ -21,10 +21,9 @@ from fp8core.rl.batch import padded
 from fp8core.rl.losses import ClipRange
 from fp8core.rl.presets import correction_rule
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
+from fp8core.run.batches import compared_rows, counted_rows, lag_error, learnt_tokens, read_scales, rows_with_signal
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import episode_means
-from fp8core.run.scoring import compared_rows, lag_error, read_scales
-from fp8core.run.update_inputs import counted_rows, learnt_tokens, rows_with_signal
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COMPLETION_KEY, LOGPROBS, SCORE, key_of, row_numbers, scores_of
 from fp8core.training.trainer import REPORTED
@@ -54,10 +53,9 @@ from tasks.step import step
     outputs={"metrics": "metrics"},
 )
 def record(run: RunContext, index: int, options: NoOptions, **artifacts: Ref) -> dict[str, Ref]:
-    """Everything in MLflow about the step but its timings.
+    """With `behaviour` both policies are compared over log-probs of the versions that wrote the tokens.
 
-    With `behaviour` both policies are compared over these log-probs, of the versions that wrote the tokens. By age of
-    token, the policy before the update is compared with them too. `learnt` has the rewards as the update read them."""
+    `learnt` has the rewards as the update read them."""
     store = run.directory.store
     # Tokens are of one version where nothing may be stale, and the table has no column for it then.
     versions = ["versions"] if "behaviour" in artifacts and run.config.pipeline.max_staleness else []
@@ -118,9 +116,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def reward_metrics(rewards: pa.Table, config: RunConfig) -> dict[str, float]:
-    """Mean, spread, share of each outcome, share of groups with a signal, and the mean of each verifier.
-
-    Spread and signal are those of `counted_rows`."""
+    """Spread and signal are those of `counted_rows`."""
     values, scores = (
         torch.tensor(column.to_pylist(), dtype=torch.float64) for column in (rewards["reward"], scores_of(rewards))
     )
@@ -189,7 +185,7 @@ def mismatch_by_turn(
     logprobs: pa.Table,
     rows: Mapping[Key, int],
 ) -> dict[str, float]:
-    """The largest difference of log-probs, and the tokens that differ, by turns 1, 2 to 3, 4 to 7, ... of episodes."""
+    """By turns 1, 2 to 3, 4 to 7, ... of episodes."""
     sampled, trained = (padded(table["logprobs"], torch.float32, 0.0) for table in (rollouts, logprobs))
     apart = (sampled.double() - trained.double()).abs()
     differ = sampled.view(torch.int32) != trained.view(torch.int32)
@@ -238,10 +234,7 @@ STREAM_COLUMNS = ["batch", "group", "finish", "tokens", "ended"]
 
 
 def stream_metrics(before: pa.Table, after: pa.Table, chunks: Sequence[int]) -> dict[str, float]:
-    """Prompts in flight and complete ones that wait after an update, and tokens that the policy wrote beside it.
-
-    `chunks`: tokens one after the other that might be written beside it (`schedule`).
-    """
+    """`chunks`: tokens one after the other that might be written beside the update (`schedule`)."""
     open_: dict[tuple[int, int], bool] = {}
     for batch, group, finish in zip(*(after[name].to_pylist() for name in STREAM_COLUMNS[:3]), strict=True):
         open_[batch, group] = open_.get((batch, group), False) or not finish
@@ -264,7 +257,7 @@ def _written_tokens(stream: pa.Table) -> int:
 
 
 def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor, cap: float) -> dict[str, float]:
-    """Every alignment metric over the tokens that the policy wrote; `rows`: bool [rows], those that were compared."""
+    """`rows`: bool [rows], those that were compared."""
     return alignment_metrics(
         padded(logprobs["logprobs"], torch.float32, 0.0),
         padded(rollouts["logprobs"], torch.float32, 0.0),

@@ -1,9 +1,9 @@
 """Optional step: log-probs under the frozen reference policy, for the KL penalty of `loss.reference_kl`."""
 
 from fp8core.config.steps import NoOptions
+from fp8core.run.batches import SCORED_COLUMNS, logprob_table, read_scales, token_batch
 from fp8core.run.context import RunContext
 from fp8core.run.policy import initial_trainer
-from fp8core.run.scoring import SCORED_COLUMNS, logprob_table, read_scales, token_batch
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 

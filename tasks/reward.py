@@ -5,7 +5,7 @@ import pyarrow as pa
 from fp8core.config.steps import NoOptions
 from fp8core.rewards.scorer import check_reward
 from fp8core.run.context import RunContext
-from fp8core.run.verdicts import counts, score, stored_endings, tell_failures
+from fp8core.run.rollouts import counts, score, stored_endings, tell_failures
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COMPLETION_KEY, REWARDS, SCORE, keys_of
 from tasks.step import step
@@ -19,7 +19,6 @@ from tasks.step import step
 def reward(
     run: RunContext, index: int, options: NoOptions, prompts: Ref, rollouts: Ref, turns: Ref | None = None
 ) -> dict[str, Ref]:
-    """One verdict a completion. Some may report a failure of the verifier; when all do, the step fails."""
     store = run.directory.store
     completions = store.get_table(rollouts, [*COMPLETION_KEY, "text", "finish"])
     played = None if turns is None else store.get_table(turns)
@@ -28,7 +27,6 @@ def reward(
 
 
 def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
-    """Verdicts as a table of kind `rewards`, in the order of the rollouts, with a column for each further verifier."""
     scored = score(run.verifier, prompts.drop_columns(["tokens"]).to_pylist(), stored_endings(rollouts, turns))
     tell_failures(run, "rewards", [found.verdict for found in scored])
     none = {f"{SCORE}{part.name}": 0.0 for found in scored for part in found.verdict.added}

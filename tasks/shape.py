@@ -34,10 +34,7 @@ class ShapeOptions(Section):
     options=ShapeOptions,
 )
 def shape(run: RunContext, index: int, options: ShapeOptions, rollouts: Ref, rewards: Ref) -> dict[str, Ref]:
-    """Rewards less the overlong penalty; scores stay. Completions that were cut off may leave loss and baseline.
-
-    Lengths are of what the policy wrote: what an environment answers is no choice of the policy.
-    """
+    """Lengths are of what the policy wrote. Completions that were cut off may leave loss and baseline."""
     store = run.directory.store
     table = shaped(store.get_table(rollouts), store.get_table(rewards), options)
     return {"shaped": store.put_table("rewards", table)}

@@ -3,29 +3,26 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import cast
 
 import pyarrow as pa
 import torch
 
 from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import column, pad, padded
-from fp8core.rollout.engine import Completion, Finish
 from fp8core.rollout.stream import (
     Pace,
     Row,
     Stream,
     chunks_of,
-    group_of,
     run_ahead,
 )
+from fp8core.run.batches import token_batch
 from fp8core.run.context import RunContext
-from fp8core.run.recompute import behaviour_logprobs, verified_rows
-from fp8core.run.rollouts import check_episodes, rollout_table
-from fp8core.run.scoring import token_batch
-from fp8core.run.stream_writers import EpisodeWriter, SegmentWriter, StreamPrompts, stream_rows, stream_table
+from fp8core.run.resume import behaviour_logprobs, verified_rows
+from fp8core.run.rollouts import check_episodes, row_tables, turns_of
+from fp8core.run.stream_writer import StreamPrompts, StreamWriter, stream_rows, stream_table
 from fp8core.store.artifacts import Ref
-from fp8core.store.tables import LOGPROBS, ROLLOUTS, STREAM, STREAM_OF_EPISODES, TURNS, VERSIONS
+from fp8core.store.tables import LOGPROBS, STREAM, STREAM_OF_EPISODES
 from fp8core.training.trainer import LogprobError, first_differing
 from tasks.step import step
 
@@ -39,10 +36,7 @@ _FINISHED = {
 
 @step(inputs={"stream": "stream", "policy": "policy", "scales": "scales"}, outputs=_FINISHED)
 def finish(run: RunContext, index: int, options: NoOptions, stream: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
-    """Complete the prompts of a step under the newest policy; what else is in flight writes as long.
-
-    `behaviour` has the log-probs of a share of the completions, by the weights of the version that wrote each token.
-    """
+    """Complete the prompts of a step under the newest policy; what else is in flight writes as long."""
     return _finished(run, index, stream)[0]
 
 
@@ -54,14 +48,10 @@ def finish_episodes(
     return {"turns": run.directory.store.put_table("turns", turns_of(rows)), **outputs}
 
 
-def _writer(run: RunContext, index: int, source: StreamPrompts, rows: Sequence[Row]) -> SegmentWriter | EpisodeWriter:
-    return SegmentWriter(run, index) if run.config.environment is None else EpisodeWriter(run, index, source, rows)
-
-
 def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref], list[Row]]:
     store, source = run.directory.store, StreamPrompts(run)
     opened = opened_stream(run, stream, index - 1)
-    written, judged = _writer(run, index, source, opened.rows), opened.whole()
+    written, judged = StreamWriter(run, index, source, opened.rows), opened.whole()
     pipeline = run.config.pipeline
     # No episode can be cut where the longest one of others ends.
     together = pipeline.mode == "asynchronous" and run.config.environment is None
@@ -69,10 +59,10 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
     written.attach_turns([*rows, *opened.rows])
     # Before the log-probs are verified: some episode must have a token for that.
     if index not in judged:
-        check_episodes(run, index, "rollouts", turns_of(rows))
+        check_episodes(run, index, turns_of(rows))
     places = sorted({(row.batch, row.group) for row in rows})
     rows = [replace(row, group=places.index((row.batch, row.group))) for row in rows]
-    rollouts = stream_rollouts(run, rows)
+    rollouts, _ = row_tables(rows, run.config, run.tokenizer)
     outputs = {
         "prompts": store.put_table("prompts", source.table(places)),
         "rollouts": store.put_table("rollouts", rollouts),
@@ -87,12 +77,11 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
     outputs={"next_stream": "stream", "schedule": "schedule"},
 )
 def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
-    """Write beside the update, under the policy that it starts from: it runs while reward, log-probs and train do.
+    """Write beside the update, under the policy that it starts from.
 
-    `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it.
-    """
+    `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it."""
     store, opened, source = run.directory.store, opened_stream(run, left, index), StreamPrompts(run)
-    written, judged = _writer(run, index, source, opened.rows), opened.whole()
+    written, judged = StreamWriter(run, index, source, opened.rows), opened.whole()
     schedule = chunks_ahead(run, index, lambda: written.has_more(opened.rows))
     chunks = run_ahead(opened, index - 1, schedule, written, source.enter)
     written.attach_turns(opened.rows)
@@ -100,7 +89,7 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     for batch in opened.whole():
         if batch not in judged:
             rows = [row for row in opened.rows if row.batch == batch]
-            check_episodes(run, index, f"rollouts of step {batch}", turns_of(rows))
+            check_episodes(run, index, turns_of(rows))
     return {
         "next_stream": store.put_table("stream", table_in_flight(run, opened.rows)),
         "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),
@@ -118,7 +107,7 @@ def opened_stream(run: RunContext, stream: Ref, left: int) -> Stream:
 
 
 def chunks_ahead(run: RunContext, index: int, has_more: Callable[[], bool]) -> Iterable[int | None]:
-    """Tokens beside the update of a step, chunk by chunk; `has_more`: more of them are durable than the stream has."""
+    """`has_more`: more of them are durable than the stream has."""
     pipeline = run.config.pipeline
     if pipeline.mode == "one_step_off":
         return itertools.repeat(None)
@@ -144,37 +133,13 @@ def until_halted(run: RunContext) -> Iterator[int]:
         yield run.config.pipeline.chunk_tokens
 
 
-def turns_of(rows: Sequence[Row]) -> pa.Table:
-    found = [{"group": row.group, "sample": row.sample, **turn} for row in rows for turn in row.turns]
-    return pa.Table.from_pylist(found, schema=TURNS)
-
-
 def table_in_flight(run: RunContext, rows: Sequence[Row]) -> pa.Table:
     schema = STREAM if run.config.environment is None else STREAM_OF_EPISODES
     return stream_table(rows, schema)
 
 
-def _completion(row: Row) -> Completion:
-    written = row.written or None
-    return Completion(row.group, row.sample, row.tokens, row.logprobs, cast(Finish, row.finish), written=written)
-
-
-def stream_rollouts(run: RunContext, rows: Sequence[Row]) -> pa.Table:
-    completions = [_completion(row) for row in rows]
-    groups: dict[int, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.group, []).append(row)
-    answered = [group_of(group, each) for group, each in groups.items()]
-    table = rollout_table(run, completions, answered, ROLLOUTS, [row.prompt_tokens for row in rows])
-    if run.config.pipeline.max_staleness == 0:
-        return table
-    return table.append_column(VERSIONS, pa.array([row.versions for row in rows], VERSIONS.type))
-
-
 def behaviour_table(run: RunContext, index: int, rollouts: pa.Table, rows: Sequence[Row]) -> pa.Table:
-    """Log-probs of a share of the completions under the versions that wrote their tokens.
-
-    Raises LogprobError: the loss takes the rollout's log-probs as they are, and one of these is not equal."""
+    """Raises LogprobError: the loss takes the rollout's log-probs as they are, and one of these is not equal."""
     chosen = verified_rows(run, index, padded(rollouts["written"], torch.bool, False))
     versions = pad([rows[i].versions for i in chosen], torch.int64, -1)
     taken = rollouts.take(chosen)

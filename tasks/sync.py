@@ -1,13 +1,9 @@
-"""Ship weights and scales to the rollout engine, read them back, and compare; then score a probe on both sides.
-
-A read-back proves what the engine holds. The probe proves what it computes with: a few known tokens after known
-contexts. The trainer scores them before it ships its weights, the engine after it has loaded them.
-"""
+"""Ship weights and scales to the rollout engine, read them back, and compare; then score a probe on both sides."""
 
 from fp8core.config.steps import NoOptions
+from fp8core.run.batches import read_scales
 from fp8core.run.context import RunContext
 from fp8core.run.policy import push
-from fp8core.run.scoring import read_scales
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -20,10 +16,7 @@ from tasks.step import step
 def sync(
     run: RunContext, index: int, options: NoOptions, next_policy: Ref, next_scales: Ref, next_stream: Ref | None = None
 ) -> dict[str, Ref]:
-    """Policy v_{i+1} and scales s_{i+1} reach the engine; the step fails when the read-back differs.
-
-    `next_stream`: what was generated beside the update, which has ended.
-    """
+    """`next_stream`: what was generated beside the update, which has ended."""
     expected = run.directory.store.get_json(next_policy)
     trainer = run.ready_trainer()
     assert trainer.version == expected["version"], "the trainer does not hold the policy of this step"

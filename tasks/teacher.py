@@ -1,19 +1,16 @@
 """Optional step: log-probs under the teacher of `loss.distillation`."""
 
 from fp8core.config.steps import NoOptions
+from fp8core.run.batches import SCORED_COLUMNS, logprob_table, token_batch
 from fp8core.run.build import build_teacher
 from fp8core.run.context import RunContext
-from fp8core.run.scoring import SCORED_COLUMNS, logprob_table, token_batch
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
 
 @step(inputs={"rollouts": "rollouts"}, outputs={"teacher": "logprobs", "teacher_checkpoint": "teacher_checkpoint"})
 def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> dict[str, Ref]:
-    """The teacher scores what the policy wrote, at the rollout's temperature; it learns nothing.
-
-    The identity of its weights is in each step's record, so that a replay names a checkpoint that was replaced.
-    """
+    """The identity of the teacher's weights is in each step's record."""
     run.sleep_engine()
     if run.teacher is None:
         run.teacher = build_teacher(run.config, run.tokenizer, run.cluster)

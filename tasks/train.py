@@ -1,6 +1,7 @@
 """One GRPO update from stored rollouts and rewards, with stored log-probs or those of its own forward."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 
 import pyarrow as pa
 import torch
@@ -9,9 +10,16 @@ from fp8core.alignment.bounds import ratio_holds_age
 from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import RolloutBatch, padded
 from fp8core.rl.objective import row_advantages
+from fp8core.run.batches import (
+    UPDATE_COLUMNS,
+    compared_rows,
+    observed_tokens,
+    read_scales,
+    rollout_batch,
+    stored_scores,
+    trainer_of_policy,
+)
 from fp8core.run.context import RunContext
-from fp8core.run.scoring import compared_rows, read_scales, stored_scores, trainer_of_policy
-from fp8core.run.update_inputs import UPDATE_COLUMNS, observed_tokens, rollout_batch
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import ADVANTAGES, COMPLETION_KEY, keys_of
 from fp8core.training.trainer import ScoringTrainer, TrainReport
@@ -39,14 +47,11 @@ def train(
     logprobs: Ref,
     policy: Ref,
     scales: Ref,
-    reference: Ref | None = None,
-    teacher: Ref | None = None,
-    turns: Ref | None = None,
+    **signals: Ref,
 ) -> dict[str, Ref]:
-    """Policy v_i becomes v_{i+1}."""
     store, trainer = run.directory.store, trainer_of_policy(run, policy)
-    table, signals = store.get_table(rollouts, UPDATE_COLUMNS), LearningSignals(rewards, reference, teacher, turns)
-    batch = update_batch(run, index, table, store.get_table(logprobs), signals)
+    table = store.get_table(rollouts, UPDATE_COLUMNS)
+    batch = update_batch(run, table, store.get_table(logprobs), rewards, signals)
     report = trainer.step(batch, run.config.rollout.temperature, read_scales(run, scales).layers)
     return stored_update(run, report, batch, table)
 
@@ -71,23 +76,18 @@ def train_scoring(
     rewards: Ref,
     policy: Ref,
     scales: Ref,
-    reference: Ref | None = None,
-    teacher: Ref | None = None,
-    turns: Ref | None = None,
+    **signals: Ref,
 ) -> dict[str, Ref]:
-    """Policy v_i becomes v_{i+1}, and the forwards of its updates score the rollouts.
+    """The forwards of the updates score the rollouts.
 
     Old log-probs are those of the one forward, or the rollout's own (`logprobs.source`). An audited one that differs
-    fails the step before the first update. Rows that a filter dropped have scores too. Entropies, and log-probs of
-    tokens that an environment or an older policy wrote, are under the policy that the update of their row begins
-    with."""
+    fails the step before the first update. Rows that a filter dropped have scores too."""
     store, trainer, config = run.directory.store, trainer_of_policy(run, policy), run.config
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     version = trainer.version
     versions = ["versions"] if ratio_holds_age(config) else []
     table = store.get_table(rollouts, [*UPDATE_COLUMNS, *versions])
-    signals = LearningSignals(rewards, reference, teacher, turns)
-    batch = update_batch(run, index, table, None, signals)
+    batch = update_batch(run, table, None, rewards, signals)
     sampled = config.logprobs.source == "rollout"
     if sampled:
         keys, compared = enumerate(keys_of(table)), compared_rows(config, index, batch.mask).tolist()
@@ -102,31 +102,20 @@ def train_scoring(
     return stored_update(run, report, learnt, table) | stored_scores(run, version, table, scored)
 
 
-@dataclass(frozen=True)
-class LearningSignals:
-    """Artifacts that say in which direction rollouts move the policy; `reference` and `teacher` are log-probs."""
-
-    rewards: Ref
-    reference: Ref | None
-    teacher: Ref | None
-    turns: Ref | None
-
-
 def update_batch(
-    run: RunContext, index: int, rollouts: pa.Table, logprobs: pa.Table | None, signals: LearningSignals
+    run: RunContext, rollouts: pa.Table, logprobs: pa.Table | None, rewards: Ref, signals: Mapping[str, Ref]
 ) -> RolloutBatch:
     store = run.directory.store
-    penalty = store.get_table(signals.reference) if signals.reference else None
-    played = store.get_table(signals.turns) if signals.turns else None
-    batch = rollout_batch(rollouts, store.get_table(signals.rewards), logprobs, penalty, run.config)
-    if played is not None:
-        batch = replace(batch, observed=observed_tokens(rollouts, played, batch.mask.shape[1]))
-    taught = padded(store.get_table(signals.teacher)["logprobs"], torch.float32, 0.0) if signals.teacher else None
-    return replace(batch, teacher_logprobs=taught)
+    found = {name: store.get_table(ref) for name, ref in signals.items()}
+    batch = rollout_batch(rollouts, store.get_table(rewards), logprobs, found.get("reference"), run.config)
+    if "turns" in found:
+        batch = replace(batch, observed=observed_tokens(rollouts, found["turns"], batch.mask.shape[1]))
+    if "teacher" in found:
+        batch = replace(batch, teacher_logprobs=padded(found["teacher"]["logprobs"], torch.float32, 0.0))
+    return batch
 
 
 def stored_update(run: RunContext, report: TrainReport, batch: RolloutBatch, rollouts: pa.Table) -> dict[str, Ref]:
-    """The next policy, the report of its update and the advantages that it used, as artifacts."""
     store = run.directory.store
     values = pa.array(row_advantages(batch, run.config.loss, run.config.correction).numpy())
     columns = [*(rollouts[name] for name in COMPLETION_KEY), values]

@@ -375,12 +375,12 @@ class LoopRun:
         with self.opened(**options) as run:
             train(run)
 
-    def replayed(self, steps: Sequence[int], *overrides: str) -> list[ReplayResult]:
+    def replayed(self, steps: Sequence[int]) -> list[ReplayResult]:
         """The verdicts of replayed steps; the console output is in `said` afterwards."""
         console = io.StringIO()
         original = RunSnapshot.read(self.folder)
         try:
-            return list(replay(original, steps, overrides, Console(console, steps[-1])))
+            return list(replay(original, steps, Console(console, steps[-1])))
         finally:
             self.said = console.getvalue()
 

@@ -47,7 +47,6 @@ def _add_replay(commands: Any) -> None:
     which, step = parser.add_mutually_exclusive_group(required=True), at_least(0)
     which.add_argument("--step", type=step, metavar="N", help="the step; 0 is the warm start and first evaluation")
     which.add_argument("--from", type=step, dest="first", metavar="N", help="this step and all after it")
-    add_overrides(parser, "replay under another setting, to see what it changes")
     add_trust(parser)
     add_output(parser, "--json", "write the verdicts as JSON")
     parser.set_defaults(command=replay_steps)
@@ -95,7 +94,7 @@ def verify_run(options: argparse.Namespace) -> int:
     )
     if options.json is not None:
         content = {
-            "run": provenance.content(view),
+            "run": provenance.lines(view),
             "anchors": {"MLflow": compared} if isinstance(compared, str) else {},
             "findings": [asdict(finding) for finding in findings],
             "counts": counts,
@@ -155,9 +154,9 @@ def replay_steps(options: argparse.Namespace) -> int:
     from fp8core.report.console import Console
     from fp8core.run.replay import RunSnapshot, replay
 
-    folder, here, overrides, verdicts = find_run(options.run), Path.cwd(), options.overrides, []
+    folder, here, verdicts = find_run(options.run), Path.cwd(), []
     enter_origin(folder)
-    admit_code(folder, overrides, here, trust=options.trust)
+    admit_code(folder, (), here, trust=options.trust)
     original = RunSnapshot.read(folder)
     first, last = (
         (options.step, options.step) if options.first is None else (options.first, original.ledger.last_step())
@@ -165,8 +164,8 @@ def replay_steps(options: argparse.Namespace) -> int:
     if last is None or last < first:
         raise UserError(f"--from {first}: the last step is {last}")
     original.refuse_unknown(first)
-    set_engine_variables(original.config(first, overrides))
-    for verdict in replay(original, range(first, last + 1), overrides, Console(sys.stderr, last)):
+    set_engine_variables(original.config(first))
+    for verdict in replay(original, range(first, last + 1), Console(sys.stderr, last)):
         say("\n".join(verdict_lines(verdict)))
         verdicts.append(verdict)
     equal = verdicts[-1].outcome != "different"

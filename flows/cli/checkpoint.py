@@ -35,8 +35,8 @@ def export_step(options: argparse.Namespace) -> int:
     from fp8core.models.quantised_checkpoint import write_quantised
     from fp8core.report.console import Console
     from fp8core.run.export import copy_folder, export, refuse_existing, refuse_format, stored_policy, write_adapter
-    from fp8core.run.recompute import RedoError
     from fp8core.run.replay import FAILURES, RunSnapshot
+    from fp8core.run.resume import RedoError
 
     torch.set_num_threads(1)
     refuse_existing(options.target)

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from io import TextIOWrapper
 from typing import NoReturn
 
-from flows.cli import audit, bisect, checkpoint, configuration, doctor, evaluate, parity, report, training, up
+from flows.cli import audit, checkpoint, configuration, doctor, evaluate, parity, report, training, up
 from flows.environment import disable_telemetry, leave_working_directory_out
 from flows.launch import stopped
 from flows.termination import ExitCode
@@ -19,7 +19,7 @@ from fp8core.config.section import suggestion
 from fp8core.errors import StoredFileError, UserError
 
 # In the order of the help.
-_SUBJECTS = (training, configuration, doctor, checkpoint, bisect, evaluate, audit, report, parity, up)
+_SUBJECTS = (training, configuration, doctor, checkpoint, evaluate, audit, report, parity, up)
 
 
 def call(arguments: Sequence[str] | None = None) -> int:

@@ -103,7 +103,6 @@ class CalibrationConfig(Section):
         "logprob_pass",
         description="Statistics of the pass for old log-probs (one update late), or of a pass under the new policy.",
     )
-    sequences: int | None = Field(None, ge=1, description="Rollouts that source=fresh_pass reads.")
     margin: float = Field(2.0, ge=1, le=64, description="Headroom: the scale covers the largest magnitude times this.")
     average: float = Field(0.5, ge=0, lt=1, description="Weight of previous steps in the moving average.")
 
@@ -126,20 +125,11 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, le=1_000_000, description="Checkpoints kept, besides the last.")
 
 
-class BestConfig(Section):
-    """Steps that were best by a metric."""
-
-    metric: str = Field("reward/heldout_accuracy", description="A metric as the step's record names it.")
-    count: int = Field(1, ge=1, le=1_000_000, description="Steps that are kept.")
-    mode: Literal["max", "min"] = Field("max", description="Whether the largest values are the best.")
-
-
 class KeepConfig(Section):
     """Steps whose artifacts `fp8-grpo gc` leaves; a step that any rule names is kept."""
 
     last: int = Field(1, ge=1, le=10_000_000, description="The last n steps.")
     every: int | None = Field(None, ge=1, le=10_000_000, description="Every n-th step.")
-    best: BestConfig | None = None
 
 
 class ArtifactsConfig(Section):

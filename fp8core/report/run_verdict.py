@@ -184,7 +184,7 @@ def _next(run: RunData, learning: Learning, diagnosis: Diagnosis | None) -> str 
     entries = run.view.ledger.entries
     crossed = entries[-1] if entries else None
     if isinstance(crossed, BoundEntry) and crossed.action != "warn":
-        return f"find why {crossed.bound} was crossed (fp8-grpo bisect {place}), then {resume}"
+        return f"find why {crossed.bound} was crossed, then {resume}"
     if diagnosis is not None:
         return None
     if run.left:

@@ -17,7 +17,7 @@ from fp8core.report.diagnosis import mean_shares
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
 from fp8core.report.run_verdict import rollout_speed, token_mean
 from fp8core.report.summary import compared_tokens, edge_steps, first_steps, last_steps, precision_gap
-from fp8core.store.diff import with_equal_steps
+from fp8core.store.diff import without_steps_of_modes
 from fp8core.store.ledger import BoundEntry, CheckpointEntry
 from fp8core.store.metrics import (
     ENTROPY,
@@ -161,13 +161,11 @@ def _time_of_all(run: RunData) -> str | None:
 
 
 def difference_table(runs: Sequence[RunData]) -> Table:
-    configs = with_equal_steps([run.view.config for run in runs])
-    settings = [run_settings(run, config) for run, config in zip(runs, configs, strict=True)]
-    keys = list(dict.fromkeys(key for one in settings for key in one))
+    settings = [run_settings(run, run.view.config) for run in runs]
+    values = {key: [one.get(key, "absent") for one in settings] for one in settings for key in one}
     rows = [
-        (key, "no" if key.partition(".")[0] in NON_NUMERIC_KEYS else "yes", *values)
-        for key in keys
-        if len(set(values := [one.get(key, "absent") for one in settings])) > 1
+        (key, "no" if key.partition(".")[0] in NON_NUMERIC_KEYS else "yes", *values[key])
+        for key in without_steps_of_modes([key for key in values if len(set(values[key])) > 1])
     ]
     return Table("Settings that differ", ["setting", "changes numbers", *(run.label for run in runs)], rows)
 

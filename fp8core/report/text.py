@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from itertools import chain, product
 
-from fp8core.alignment.bisect import Bisection, LogprobDistance
 from fp8core.config.step_graph import StepGraph
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult, PartCosts
@@ -165,22 +164,3 @@ def pipeline_mermaid(graph: StepGraph) -> str:
 
 def _connection(port: str, artifact: str) -> str:
     return artifact if port == artifact else f"{port}={artifact}"
-
-
-def bisection_text(bisection: Bisection) -> str:
-    """The ranking, largest share first, and the total below it; errors are those of the unit alone."""
-    if not bisection.units:
-        return f"all {bisection.tokens} log-probs are equal bit for bit; there is nothing to bisect"
-    rows = [
-        ("unit", "share alone", "removed", "mean |d|", "tmpe - 1", "max |d|"),
-        *(
-            (unit.unit, f"{unit.share:.1%}", f"{unit.removed:.1%}", *_error_numbers(unit.alone))
-            for unit in bisection.units
-        ),
-        ("total", "", "", *_error_numbers(bisection.total)),
-    ]
-    return "\n".join(columns(rows))
-
-
-def _error_numbers(error: LogprobDistance) -> tuple[str, str, str]:
-    return f"{error.mean:.3e}", f"{error.mult_prob_error - 1:.3e}", f"{error.largest:.3e}"

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from fp8core.errors import UserError
 from fp8core.rollout.engine import Completion, PromptGroup
 
@@ -32,6 +34,7 @@ class Row:
         finish: empty while it is in flight.
         ended: the tick at which the last token was written.
         written, turns: of an episode: tokens of the policy, and rows of kind `turns` without place.
+        experts: as of a completion.
     """
 
     batch: int
@@ -47,6 +50,7 @@ class Row:
     ended: int = 0
     written: list[bool] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
+    experts: Tensor | None = None
 
     def anew(self) -> "Row":
         return Row(self.batch, self.group, self.sample, self.prompt_id, self.seed, self.prompt_tokens)
@@ -140,6 +144,7 @@ class Stream:
             row.tokens += done.tokens[:kept]
             row.logprobs += done.logprobs[:kept]
             row.versions += [version] * kept
+            row.experts = done.experts
             if done.finish != "open" and kept == len(done.tokens):
                 row.finish, row.ended = done.finish, self.tick + done.length
         for row in open_.values():

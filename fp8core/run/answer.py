@@ -16,16 +16,23 @@ from fp8core.rewards.scorer import Verdict
 from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, RolloutEngine
-from fp8core.rollout.episode import Episode
 from fp8core.rollout.registry import longest_row
+from fp8core.run.batches import scales_of
 from fp8core.run.build import build_base, build_engine, build_environment, build_trainer, open_cluster
 from fp8core.run.episodes import EpisodePlayer
+from fp8core.run.open import check_opening, check_stop_strings
 from fp8core.run.policy import check_formats, check_report
 from fp8core.run.precision_gap import texts_of
-from fp8core.run.preflight import check_opening, check_stop_strings
-from fp8core.run.rollouts import groups_of, problem_table
-from fp8core.run.scoring import scales_of
-from fp8core.run.verdicts import early_endings, ending_of, failures, judges, score
+from fp8core.run.rollouts import (
+    all_of,
+    failures,
+    groups_of,
+    problem_table,
+    refuse_failed,
+    score,
+    stored_endings,
+    tables_of,
+)
 from fp8core.training.trainer import Trainer
 
 
@@ -43,8 +50,6 @@ class Questions:
 
 @dataclass(frozen=True)
 class Answered:
-    """`answer_logprob`: the engine's mean log-probability of a right answer, nats a text; None without any."""
-
     measurement: Measurement
     engine: dict[str, object]
     remark: str | None
@@ -52,11 +57,7 @@ class Answered:
 
 
 def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress: Progress) -> Answered:
-    """Ask the policy of `config.model` in the precision of `config`.
-
-    Scales of an FP8 cache are calibrated on the first `rollout.prompts_per_step` of the prompts that are asked. Raises
-    UserError: model or prompts cannot be used, the policy never spoke, or no answer could be checked. Raises SyncError:
-    the engine does not hold or run what it should."""
+    """Raises UserError: model or prompts cannot be used, or no answer could be checked; SyncError."""
     base = build_base(config)
     check_stop_strings(config, base.tokenizer)
     positions = longest_row(config, base.arch)
@@ -76,23 +77,16 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
         player = EpisodePlayer.of(config, base.tokenizer, base.arch)
         groups = groups_of(asked, questions.seed, 0, questions.samples)
         played = player.play(engine, groups, asked, player.evaluation_sampling(questions.temperature), pool)
-        episodes = list[Episode]()
-        progress(0, len(asked) * questions.samples)
-        for batch in played:
-            episodes += batch
-            progress(len(episodes), len(asked) * questions.samples)
+        episodes = all_of(played, len(asked) * questions.samples, progress)
         texts = texts_of(questions.problems[: questions.scored], config, base.tokenizer, positions)
         answer_logprob = _answer_logprob(engine, config, texts, positions)
         described = engine.describe()
-    episodes.sort(key=lambda one: (one.completion.group, one.completion.sample))
-    endings = [ending_of(one, config, base.tokenizer) for one in episodes]
-    remarks = list[str | None]()
-    if config.environment is not None:
-        remarks += early_endings(config, [(len(one.turns), one.outcome, one.detail) for one in episodes])
-    verdicts = [found.verdict for found in score(verifier, asked, endings)]
-    remark = "; ".join(filter(None, [*remarks, failures(judges(config), verdicts)]))
+    rollouts, turns = tables_of(episodes, groups, config, base.tokenizer)
+    if turns is not None:
+        refuse_failed(config, turns)
+    verdicts = [found.verdict for found in score(verifier, asked, stored_endings(rollouts, turns))]
     measurement = _measured(questions, [one.completion for one in episodes], verdicts)
-    return Answered(measurement, described, remark or None, answer_logprob)
+    return Answered(measurement, described, failures(config, verdicts), answer_logprob)
 
 
 def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:

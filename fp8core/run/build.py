@@ -31,16 +31,14 @@ from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import engine_entry, longest_row
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import packages_of, trainer_of
-from fp8core.training.trainer import LocalTrainer, SftTrainer, Trainer
+from fp8core.training.trainer import SftTrainer, Trainer
 
 if TYPE_CHECKING:
     from fp8core.cluster.workers import Cluster
 
 
 def members_node(config: RunConfig) -> Node:
-    """The machine that engines and trainers compute on: a node of the cluster at `cluster.address`, or this one.
-
-    Raises UserError: Ray is needed and not installed, nothing answers at the address, or the cluster is too small."""
+    """The machine that engines and trainers compute on: a node of the cluster at `cluster.address`, or this one."""
     if config.cluster.used and find_spec("ray") is None:
         raise UserError("cluster: several engines or ranks need Ray (pip install 'fp8-grpo[ray]')")
     if config.cluster.address is None:
@@ -66,9 +64,7 @@ def engine_environment(config: RunConfig, node: Node) -> Environment:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that a run starts from; without a checkpoint it is random, and its policy is made by the warm start.
-
-    `tensors` are empty where weights are not needed; a run on a cluster has a `TensorSource`."""
+    """`tensors` are empty where weights are not needed; a run on a cluster has a `TensorSource`."""
 
     arch: Architecture
     tokenizer: Tokenizer
@@ -78,7 +74,6 @@ class BaseModel:
 
 
 def build_base(config: RunConfig) -> BaseModel:
-    """Load the checkpoint, or draw a decoder from scratch. Raises UserError: as `find_base`, or weights are broken."""
     base = find_base(config)
     if base.checkpoint is None:
         initial = InitialWeights(base.arch, config.seed)
@@ -89,7 +84,7 @@ def build_base(config: RunConfig) -> BaseModel:
 
 
 def find_base(config: RunConfig) -> BaseModel:
-    """The model of a configuration. Raises UserError: the checkpoint is missing or broken, or does not fit."""
+    """Raises UserError: the checkpoint is missing or broken, or does not fit."""
     base = _from_scratch(config) if config.model is None else _from_checkpoint(config, config.model)
     check_shape(config, base.arch)
     return base
@@ -123,21 +118,16 @@ def open_cluster(config: RunConfig) -> "Cluster | None":
 def build_trainer(
     config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], cluster: "Cluster | None" = None
 ) -> Trainer:
-    """A trainer in this process, or on the ranks of a cluster, which make the weights from a `TensorSource`."""
     if cluster is not None:
         assert isinstance(masters, TensorSource), "nothing hands weights to ranks"
         return cluster.build_trainer(config, arch, masters)
-    return build_local_trainer(config, arch, masters)
-
-
-def build_local_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> LocalTrainer:
     return trainer_of(config.training).build(config, arch, masters, ALONE)
 
 
 def build_sft_trainer(
     config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor], cluster: "Cluster | None" = None
 ) -> SftTrainer | None:
-    """The trainer of a warm start, in BF16 whatever the contract; None where `sft.ReferenceSftTrainer` trains."""
+    """None where `start.ReferenceSftTrainer` trains."""
     settings = sft_config(config)
     if (build := trainer_of(settings.training).build_sft) is None:
         return None
@@ -148,24 +138,20 @@ def build_sft_trainer(
 
 
 def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | None" = None) -> Trainer:
-    """The teacher of `loss.distillation`, in BF16 or FP32. Raises UserError: as `find_teacher`; or weights are
-    broken."""
     teacher, scoring = find_teacher(config, tokenizer), teacher_config(config)
     tensors = dict(teacher.source()) if cluster is None else teacher.source()
     return build_trainer(scoring, teacher.architecture, tensors, cluster)
 
 
 def find_teacher(config: RunConfig, tokenizer: Tokenizer) -> Checkpoint:
-    """The teacher without its weights. Raises UserError: it is missing or broken, or has another vocabulary."""
+    """Raises UserError: the teacher is missing or broken, or has another vocabulary."""
     settings, scoring = config.loss.distillation, teacher_config(config)
     assert settings.teacher is not None, "the pipeline was checked"
     key = "loss.distillation.teacher"
     named = f"{key}={settings.teacher}"
     if settings.teacher.startswith("runs/") and not Path(settings.teacher).exists():
         # It has the form of a hub id, but nobody's is called so.
-        shipped = settings.teacher == "runs/teacher-policy"
-        hint = "; make it as the comment in configs/distil.yaml says" if shipped else ""
-        raise UserError(f"{named}: no such folder{hint}")
+        raise UserError(f"{named}: no such folder")
     folder = Path(resolve_model(settings.teacher, settings.revision, key=key).folder)
     try:
         found = find_checkpoint(folder)

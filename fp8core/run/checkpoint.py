@@ -9,9 +9,9 @@ from safetensors import SafetensorError
 
 from fp8core.durable import folder_digest, partial_folder, remove_folder, sync_path, why_not_written
 from fp8core.errors import StoredFileError, UserError
-from fp8core.run.context import RunContext, gc_freeze, gc_unfreeze
+from fp8core.run.context import RunContext, gc_freeze
 from fp8core.run.policy import initial_trainer
-from fp8core.store.gc import kept_steps, metric_values
+from fp8core.store.gc import kept_steps
 from fp8core.store.layout import POLICY, checkpoint_place
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.run_directory import checkpoint_folders
@@ -28,14 +28,11 @@ def unsaved_step(run: RunContext) -> int | None:
     last, newest = ledger.last_step(), next(iter(ledger.last_checkpoints()), None)
     if last is None or last == START or newest is None or newest.step < last:
         return last or None
-    # Its files were read when the run was restored: they may be large, and are not read again at every stop.
-    is_resumable = newest.step not in run.lost_checkpoints and run.directory.checkpoint(newest).is_dir()
-    return None if newest.step > last or (is_resumable and ledger.held_policy(newest) is not None) else last
+    is_resumable = run.directory.checkpoint(newest).is_dir() and ledger.held_policy(newest) is not None
+    return None if newest.step > last or is_resumable else last
 
 
 def save_state(run: RunContext, index: int) -> None:
-    """Write `checkpoints/<step>/` with the trainer's state and the BF16 policy, and remove older ones that nothing
-    keeps."""
     began = time.perf_counter()
     uri = checkpoint_place(index)
     folder = run.directory.path / uri
@@ -60,7 +57,6 @@ def save_state(run: RunContext, index: int) -> None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     digests = {"digest": folder_digest(folder), "weights_digest": trainer.digest()}
-    run.lost_checkpoints.discard(index)
     run.directory.ledger.append(CheckpointEntry(step=index, uri=uri, **digests, seconds=time.perf_counter() - began))
     _prune(run, index)
 
@@ -73,23 +69,20 @@ def load_state(run: RunContext, version: int) -> None:
         if entry.step <= version:
             problem = _load(run, entry, place)
             if problem is None:
-                run.lost_checkpoints.discard(entry.step)
                 return
-            run.lost_checkpoints.add(entry.step)
             if place.is_dir():
                 run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
     if not entries and run.ready_trainer().version == START:
         return
     run.ready_trainer().close()
     run.trainer = None  # There may be no room for two.
-    gc_unfreeze()
+    gc.unfreeze()
     gc.collect()
     run.trainer = initial_trainer(run)
     gc_freeze()
 
 
 def _load(run: RunContext, entry: CheckpointEntry, folder: Path) -> str | None:
-    """Returns what forbids a checkpoint, None when it is loaded."""
     if run.directory.ledger.held_policy(entry) is None:
         return "the checkpoint holds another policy than the run went on from"
     if not folder.is_dir():
@@ -108,25 +101,13 @@ def _load(run: RunContext, entry: CheckpointEntry, folder: Path) -> str | None:
 
 
 def _prune(run: RunContext, index: int) -> None:
-    """Keep `checkpoint.keep` + 1 checkpoints, those of `artifacts.keep`, and what policies are rebuilt from that score
-    tokens."""
     folders = checkpoint_folders(run.directory.path)
     older = [*folders][: -(run.config.checkpoint.keep + 1)]
     if run.config.pipeline.reach:
         reached = [step for step in folders if step <= index - run.config.pipeline.reach]
         older = [step for step in older if step in reached[:-1]]
-    kept = _kept_steps(run, index) if older else set()
+    keep = run.config.artifacts.keep
+    kept = set() if keep is None else kept_steps(keep, range(index + 1))
     for step in older:
         if step not in kept:
             remove_folder(folders[step])
-
-
-def _kept_steps(run: RunContext, index: int) -> set[int]:
-    """Of the steps up to `index`, those that `artifacts.keep` names; all, where none has the metric of the best."""
-    keep, ledger = run.config.artifacts.keep, run.directory.ledger
-    if keep is None:
-        return set()
-    values = {} if keep.best is None else metric_values(ledger, run.directory.store, keep.best.metric)
-    if keep.best is not None and not values:
-        return {*range(index + 1)}
-    return kept_steps(keep, range(index + 1), values)

@@ -1,4 +1,4 @@
-"""The live parts of a run in this process: what every step gets, and how long it lives."""
+"""The live parts of a run in this process."""
 
 import gc
 import threading
@@ -58,9 +58,7 @@ class RunContext:
     loss_source: str | None = None
     """Digest of the file of a policy loss of the user's own, as the run began with it."""
     kept_policies: "dict[int, KeptPolicy]" = field(default_factory=dict, repr=False)
-    """By version, those that wrote what a step may still learn from (`run.recompute`)."""
-    lost_checkpoints: set[int] = field(default_factory=set, repr=False)
-    """Steps whose checkpoint could not be loaded: missing, damaged, or of a policy that was replaced."""
+    """By version, those that wrote what a step may still learn from (`run.resume`)."""
     replayed: LedgerView | None = field(default=None, repr=False)
     """The ledger of the run that a replay makes again: it has choices that depended on timing, and answers."""
     environment: EnvironmentPool | None = field(default=None, repr=False)
@@ -76,7 +74,6 @@ class RunContext:
             raise RuntimeError("another task of the step has failed")
 
     def replace_members(self) -> None:
-        """Processes of the cluster are gone: place new ones, without engine and trainers (`run.start` builds them)."""
         assert self.cluster is not None, "a process of a cluster was lost"
         self.engine = self.trainer = self.reference = self.teacher = None
         # They lie in the memory of what is gone.
@@ -88,7 +85,7 @@ class RunContext:
         self.cluster.gang.check_shared(self.directory.path)
 
     def initial_policy(self) -> Mapping[str, Tensor]:
-        """Weights of policy 0: of the warm start, or `base`. Raises StoredFileError: damaged, or of another model."""
+        """Of the warm start, or `base`. Raises StoredFileError: damaged, or of another model."""
         ref = self.directory.ledger.tasks(START)["warm_start"].outputs.get("weights")
         if ref is None:
             return self.base
@@ -124,12 +121,11 @@ def live_run(path: Path) -> RunContext:
 
 
 def release(path: Path) -> None:
-    """Close engine and trainers and forget the run; unknown paths are ignored."""
     run = _live.pop(path, None)
     if run is None:
         return
     # Weights in a cycle that was frozen would stay.
-    gc_unfreeze()
+    gc.unfreeze()
     if run.cluster is not None:
         # Parts on ranks would be dropped only after the call that a rank computes, which may take an hour.
         run.cluster.close()
@@ -139,11 +135,6 @@ def release(path: Path) -> None:
 
 
 def gc_freeze() -> None:
-    """Exclude the long-lived parts from garbage collection; on a GPU, garbage is collected first."""
     if torch.cuda.is_available():
         gc.collect()
     gc.freeze()
-
-
-def gc_unfreeze() -> None:
-    gc.unfreeze()

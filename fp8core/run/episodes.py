@@ -23,7 +23,7 @@ from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampl
 from fp8core.rollout.episode import Begun, Episode, TurnBudget
 from fp8core.rollout.episodes import MultiTurn, Pool, one_turn_episodes, run_episodes
 from fp8core.rollout.registry import longest_row
-from fp8core.store.tables import TURNS, key_of, text_digest
+from fp8core.store.tables import key_of, text_digest
 
 MOST_OF_QUESTION = 80
 
@@ -39,11 +39,8 @@ def messages_of(problem: Problem, config: RunConfig) -> str:
     return json.dumps([*problem.before, ("user", question_text(problem, config))])
 
 
-def completion_text(completion: Completion, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> str:
-    """The completion as text, without its stop token and what its last token has after a stop string."""
-    stopped = completion.finish == "stop"
-    text = tokenizer.decode(completion.tokens[:-1] if stopped else completion.tokens)
-    return text_until(text, stop_strings)
+def completion_text(tokens: Sequence[int], finish: str, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> str:
+    return text_until(tokenizer.decode(tokens[:-1] if finish == "stop" else tokens), stop_strings)
 
 
 def text_until(text: str, strings: Sequence[str]) -> str:
@@ -52,7 +49,6 @@ def text_until(text: str, strings: Sequence[str]) -> str:
 
 
 def turn_rows(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The rows of kind `turns` of an episode, without group and sample: first what the environment began with."""
     began = Turn(()) if episode.began is None else episode.began
     opening: dict[str, Any] = {
         **{"turn": 0, "begin": 0, "end": 0, "observation_end": 0, "text": "", "calls": "", "malformed": ""},
@@ -85,15 +81,6 @@ def said_by_policy(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens)
 
 
-def turns_table(episodes: Sequence[Episode], tokenizer: Tokenizer) -> pa.Table:
-    rows = [
-        {"group": one.completion.group, "sample": one.completion.sample, **row}
-        for one in episodes
-        for row in turn_rows(one, tokenizer)
-    ]
-    return pa.Table.from_pylist(rows, schema=TURNS)
-
-
 def episode_means(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
     turns = [row for rows in episodes for row in rows if row["turn"]]
     totals = {
@@ -106,13 +93,10 @@ def episode_means(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, 
 
 
 def seconds_of(episode: Episode) -> list[float]:
-    """Seconds that the environment took, answer by answer; the first is for its opening."""
     return [episode.opening_seconds, *(turn.seconds for turn in episode.turns)]
 
 
 class RecordedPool:
-    """Answers as an environment did, from a table of kind `turns`."""
-
     def __init__(self, turns: pa.Table) -> None:
         self._recorded: dict[Key, list[Turn | Outcome]] = {}
         for row in turns.to_pylist():
@@ -195,9 +179,7 @@ class EpisodePlayer:
         begun: Mapping[Key, Begun | Episode] = MappingProxyType({}),
         room: int | None = None,
     ) -> Generator[list[Episode], None, None]:
-        """Episodes of all groups as they finish; without an environment, whole groups. Closed, it ends what is open.
-
-        `asked`: rows of kind `prompts`, of these groups or more; `begun`, `room`: as of `MultiTurn`."""
+        """`asked`: rows of kind `prompts`, of these groups or more; `begun`, `room`: of `MultiTurn`."""
         if self.config.environment is None:
             strings = self.config.rollout.stop_strings
             for episodes in one_turn_episodes(engine, groups, sampling):

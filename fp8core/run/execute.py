@@ -1,8 +1,4 @@
-"""Run one step of one iteration, or take its stored result: the ledger is the only cache.
-
-A result is stored under a key, the digest of everything the step is a function of. A killed run that comes back finds
-the finished tasks of the step that was cut under their keys and runs only the others.
-"""
+"""Run one step of one iteration, or take its stored result, whose key is a digest of all that it is a function of."""
 
 import hashlib
 import importlib
@@ -34,17 +30,17 @@ from fp8core.store.manifest import (
     library_versions,
     record_digest,
 )
-from fp8core.store.metrics import Interval
+from fp8core.store.metrics import STEP, Interval
 from fp8core.training.trainer import UpdateError
 
 
 class StepError(RuntimeError):
-    """The code of a task failed without saying why in words for people; `__cause__` is what it raised."""
+    """A task failed without saying why in words for people; `__cause__` is what it raised."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A finished task: its ledger entry, whether it was reused, and when its body ran (perf_counter seconds)."""
+    """`interval`: when its body ran, perf_counter seconds."""
 
     entry: TaskEntry
     reused: bool
@@ -69,15 +65,19 @@ def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[
 
 
 def finished_steps(run: RunContext, index: int, start: Mapping[str, Ref]) -> list[PlannedStep]:
-    """The steps of an iteration, in order, whose stored results `run_step` takes."""
     stored, artifacts, finished = run.directory.ledger.tasks(index), dict(start), list[PlannedStep]()
     for planned in run.graph.steps:
         if planned.name in stored and artifacts.keys() >= set(planned.inputs.values()):
             inputs = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
-            if stored[planned.name].key == task_key(run, index, planned.name, _parts(run, index, planned, inputs)):
+            key = task_key(run, index, planned.name, _parts(run, index, planned, inputs))
+            if stored[planned.name].key == key and intact(run, stored[planned.name].outputs):
                 artifacts |= stored[planned.name].outputs
                 finished.append(planned)
     return finished
+
+
+def intact(run: RunContext, refs: Mapping[str, Ref]) -> bool:
+    return all(run.directory.store.is_intact(ref) for ref in refs.values())
 
 
 def _parts(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[str, Ref]) -> dict[str, Any]:
@@ -97,15 +97,12 @@ def _parts(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[st
 def run_task(
     run: RunContext, index: int, name: str, parts: Mapping[str, Any], body: Callable[[], dict[str, Ref]]
 ) -> TaskResult:
-    """Run `body` and commit its outputs, or return the entry that is stored under the same key.
-
-    A step that is committed stays as it is, whatever code runs now. `parts` is what the task is a function of, besides
-    the run's configuration and code. Raises UserError, UpdateError, SyncError, NotRecordedError: `body` raised them;
-    StepError: `body` raised anything else. All name step and task."""
+    """Run `body` and commit its outputs, or take what is stored under the same key; errors name the task."""
     began = time.perf_counter()
     key = task_key(run, index, name, parts)
     stored = run.directory.ledger.tasks(index).get(name)
-    if stored is not None and (stored.key == key or run.directory.ledger.step(index) is not None):
+    committed = run.directory.ledger.step(index) is not None
+    if stored is not None and (committed or (stored.key == key and intact(run, stored.outputs))):
         return TaskResult(stored, reused=True, interval=(began, time.perf_counter()))
     return _execute(run, index, name, key, body)
 
@@ -142,7 +139,6 @@ def task_key(run: RunContext, index: int, name: str, parts: Mapping[str, Any]) -
 
 @cache
 def module_digest(name: str) -> str:
-    """SHA-256 of a module's source, so that a step of the user's own counts as code too."""
     path = importlib.import_module(name).__file__
     assert path is not None, f"{name} has no source file"
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -177,6 +173,10 @@ def commit_step(run: RunContext, index: int) -> None:
 
 def step_metrics(run: RunContext, index: int) -> dict[str, float]:
     return stored_metrics(run.directory.ledger, run.directory.store, index)
+
+
+def history(run: RunContext) -> list[dict[str, float]]:
+    return [{**step_metrics(run, index), STEP: index} for index in sorted(run.directory.ledger.steps())]
 
 
 def _manifest(run: RunContext, index: int) -> StepManifest:

@@ -33,10 +33,7 @@ ORIGIN = "fp8_grpo.json"
 
 @dataclass(frozen=True)
 class ExportedPolicy:
-    """A policy on disk, in BF16 as a Hugging Face folder.
-
-    `weights_digest` is of the FP32 weights that it was rounded from, or as `training.lora` has it. `state` has the
-    trainer's state, with the adapters, of a run that learns some."""
+    """`weights_digest` is of the FP32 weights; `state` has the trainer's state of a run that learns adapters."""
 
     folder: Path
     weights_digest: str
@@ -65,11 +62,7 @@ def read_origin(folder: Path) -> Origin:
 
 @contextmanager
 def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterator[ExportedPolicy]:
-    """The policy after a committed step: that of its checkpoint, else restored in a folder that goes with the block.
-
-    Its weights have the digest of the step's record, computed anew, or that of a redo from which the run went on.
-    Raises UserError: what leads to it was removed, or cannot be restored equal. Raises StoredFileError: its checkpoint
-    is of other weights."""
+    """Raises UserError: the policy cannot be restored equal; StoredFileError: its checkpoint is of other weights."""
     original.refuse_unknown(step)
     checkpoint = _checkpoint(original, step)
     if checkpoint is not None:
@@ -80,7 +73,6 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
         yield ExportedPolicy(folder / POLICY, checkpoint.weights_digest, folder)
         return
     config = original.config(step)
-    original.refuse_removed(step)
     with scratch_folder(original.folder, step + 1, config) as folder:
         with scratch_run(config, original, folder, step, console) as run:
             wanted = carried(run, step + 1)["policy"]
@@ -109,9 +101,7 @@ def export(
     target: Path,
     write: Callable[[Path], object],
 ) -> None:
-    """Write a policy and its origin to a folder that appears whole or not at all; `write` makes the weights there.
-
-    Raises UserError: `target` exists or cannot be written."""
+    """Write a policy and its origin to a folder that appears whole or not at all. Raises UserError."""
     refuse_existing(target)
     partial = target.absolute().with_name(f".{target.name}.export")
     try:
@@ -143,9 +133,7 @@ def refuse_format(config: RunConfig, format: Format) -> None:
 
 
 def write_adapter(policy: ExportedPolicy, config: RunConfig, target: Path) -> None:
-    """Write the adapters of a policy as a folder that PEFT loads over the policy after step 0. Raises OSError.
-
-    After a warm start that is no published model, so the folder names none."""
+    """Write the adapters as a folder that PEFT loads over the policy after step 0. Raises OSError."""
     lora = config.training.lora
     assert lora is not None, "the format was checked"
     changed = config.warm_start is not None

@@ -1,8 +1,4 @@
-"""The training as a list of steps, and what it does beyond a bound of `alignment.stop`.
-
-The ledger alone decides about bounds. It counts steps from the last crossing it holds, so that a training that was
-killed stops where it would have stopped. One that is continued after a pause or a failure gets `patience` steps again.
-"""
+"""The training as a list of steps, and what it does beyond a bound of `alignment.stop`: the ledger alone decides."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -14,8 +10,7 @@ from fp8core.run import start
 from fp8core.run.checkpoint import checkpoint_due, save_state, unsaved_step
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError, TaskResult, carried, commit_step, run_step, step_metrics
-from fp8core.run.recompute import rewind_to
-from fp8core.run.resume import restore
+from fp8core.run.resume import restore, rewind_to
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START, START_TASKS, BoundEntry
 
@@ -23,14 +18,10 @@ T = TypeVar("T")
 
 
 class Execution:
-    """Runs tasks in this process, one after the other. The flow has another, with Prefect and MLflow (`flows.grpo`)."""
-
     def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
-        """Run a part of step `index` that is no step of the pipeline."""
         return body()
 
     def steps(self, run: RunContext, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
-        """Run the pipeline of iteration `index` on what is carried to it."""
         artifacts, results = dict(inputs), dict[str, TaskResult]()
         for planned in run.graph.steps:
             ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
@@ -61,9 +52,7 @@ _IN_PROCESS = Execution()
 
 
 def train(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
-    """Every step that is not committed yet. Where a process of a cluster is lost, all are replaced, and it goes on.
-
-    Raises StepError: among others, when processes were lost more often than `cluster.replacements`."""
+    """Every step that is not committed yet. Raises StepError: among others, when processes were lost too often."""
     for left in range(run.config.cluster.replacements, -1, -1):
         try:
             if left < run.config.cluster.replacements:
@@ -153,14 +142,12 @@ def write_checkpoint(run: RunContext, index: int, execution: Execution = _IN_PRO
 
 
 def save_last(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
-    """Checkpoint of the last committed step, unless there is one."""
     if (unsaved := unsaved_step(run)) is not None and run.ready_trainer().version == unsaved:
         write_checkpoint(run, unsaved, execution)
 
 
 def watch(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
-    """Warn, pause or fail when the training is beyond a bound of `alignment.stop`.
-    Raises TrainingPaused, BoundError: by `alignment.stop.action`."""
+    """Raises TrainingPaused, BoundError: by `alignment.stop.action`."""
     found, step, action = _crossing(run), next_step(run) - 1, stop_bounds(run.config).action
     if found is None:
         return
@@ -192,7 +179,6 @@ class TrainingPaused(Exception):
 
 
 def _crossing(run: RunContext) -> Crossing | None:
-    """The bound that the last `patience` steps were beyond and nothing was done about yet."""
     bounds, last = stop_bounds(run.config), next_step(run) - 1
 
     def crossed_since(first: int) -> Crossing | None:

@@ -1,43 +1,60 @@
-"""Open a run's folder and build what is alive in it. MLflow is not known here: replays and audits need none."""
+"""Open a run's folder, build what is alive in it, and refuse before that what cannot be used together."""
 
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from types import MappingProxyType
 
 import torch
 from pydantic import JsonValue
 
-from fp8core.config.load import config_digest
+from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
-from fp8core.config.run import RunConfig, public_dump
+from fp8core.config.run import RunConfig, public_dump, resume_command
 from fp8core.config.step_graph import StepGraph
-from fp8core.data.source import build_source, failed_answer
-from fp8core.errors import UserError
+from fp8core.data.demonstrations import own_demonstrations
+from fp8core.data.prompt import Problem, PromptSource, longest_prompt, prompt_text, refuse_length
+from fp8core.data.source import CheckedSource, build_source, check_problems, failed_answer
+from fp8core.durable import refuse_unwritable
+from fp8core.environments.chat import ObservationError, Talk
+from fp8core.environments.protocol import Outcome, Turn
+from fp8core.errors import InvalidReply, StoredFileError, UserError
 from fp8core.freed_memory import keep_freed_memory
+from fp8core.models.architecture import Architecture
+from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
-from fp8core.rewards.verifier import build_verifier
+from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rl.user_loss import loss_source
-from fp8core.run.build import BaseModel, build_base, build_environment, members_node, open_cluster, wants_gpus
+from fp8core.rollout.engine import sample_seed
+from fp8core.rollout.episodes import Pool
+from fp8core.rollout.registry import longest_row
+from fp8core.run.build import (
+    BaseModel,
+    build_base,
+    build_environment,
+    find_base,
+    find_teacher,
+    members_node,
+    open_cluster,
+    wants_gpus,
+)
 from fp8core.run.context import RunContext, register, release
-from fp8core.run.continuation import other_code, refuse_other_data, refuse_other_run
-from fp8core.run.preflight import check_data, check_environment
-from fp8core.run.refusals import check_memory, uncorrected_lag
+from fp8core.run.episodes import messages_of, task_of
+from fp8core.run.refusals import check_cluster, check_memory, graph_of, uncorrected_lag
 from fp8core.store.artifacts import RolloutShards
-from fp8core.store.layout import shards_of_steps
-from fp8core.store.ledger import LedgerView, SegmentEntry
+from fp8core.store.layout import LEDGER, shards_of_steps
+from fp8core.store.ledger import START, LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, current_code, git_state, hardware
-from fp8core.store.run_directory import RunDirectory
+from fp8core.store.run_directory import RunDescription, RunDirectory, read_description, refuse_in_use
 from fp8core.training.lora import frozen_line
 
 
 @contextmanager
 def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> Iterator[RunDirectory]:
-    """The folder of a new or an existing run, locked, with its run.json; `new_code`: of other code, as a new segment.
-
-    Raises UserError: it is unwritable or in use, or has finished work of another configuration or code."""
+    """Raises UserError: it is unwritable or in use, or has finished work of another configuration or code."""
     with RunDirectory.create_or_open(config.runs.absolute() / name) as directory:
         described = directory.description()
         if described is not None:
@@ -69,10 +86,7 @@ def open_run(
     replayed: LedgerView | None = None,
     recorded_environment: Mapping[str, JsonValue] = MappingProxyType({}),
 ) -> Iterator[RunContext]:
-    """Everything that is alive in a run's folder, reachable for tasks (`context.live_run`) while the block lasts.
-
-    A replay gives the ledger of its run and the description of the environment there, whose recorded answers it takes.
-    Raises UserError: model, data or verifier cannot be used, or do not fit into memory."""
+    """Raises UserError: model, data or verifier cannot be used, or do not fit into memory."""
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
     check_memory(config, members_node(config), directory.ledger)
     with ExitStack() as parts:
@@ -97,8 +111,8 @@ def open_run(
         environment, described = None, recorded_environment
         if config.environment is not None and replayed is None:
             environment = parts.enter_context(closing(build_environment(config.environment)))
-            if (remark := check_environment(environment, config, base, list(source.to_check()))) is not None:
-                console.note(remark)
+            positions = longest_row(config, base.arch)
+            check_opening(list(source.to_check()), config, base.tokenizer, positions, environment, config.seed)
             described = environment.description
         version = current_code()
         directory.ledger.append(
@@ -141,3 +155,173 @@ def open_run(
             yield run
         finally:
             release(directory.path)
+
+
+def refuse_unrunnable(config: RunConfig, *, new_code: bool = False) -> None:
+    refuse_unrunnable_settings(config, new_code=new_code)
+    check_inputs(config)
+
+
+def refuse_unrunnable_settings(config: RunConfig, *, new_code: bool = False) -> None:
+    assert config.run is not None, "the command or the flow names the run"
+    graph_of(config)
+    refuse_conflict(config, new_code=new_code)
+    node = members_node(config)
+    check_memory(config, node, stored_ledger(config))
+    check_cluster(config, node)
+
+
+def check_inputs(config: RunConfig) -> None:
+    source = build_source(config.data, config.evaluation)
+    # With `skip` the verifier decides which rows are read.
+    if (ledger := stored_ledger(config)) is not None and config.data.unreadable == "refuse":
+        refuse_other_data(config, ledger, source.digest())
+    base = find_base(config)
+    # A run that goes on has its warm start behind it, and reads them no more.
+    trained = ledger is not None and "warm_start" in ledger.tasks(START)
+    if config.warm_start is not None and config.warm_start.demonstrations is not None and not trained:
+        own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
+    with closing(build_verifier(config.reward)) as verifier:
+        source = check_data(config, base, source, verifier).source
+    if ledger is not None:
+        refuse_other_data(config, ledger, source.digest())
+    if base.checkpoint is not None:
+        base.checkpoint.check_head()
+    if config.environment is not None:
+        with closing(build_environment(config.environment)) as pool:
+            positions = longest_row(config, base.arch)
+            check_opening(list(source.to_check()), config, base.tokenizer, positions, pool, config.seed)
+
+
+def check_data(config: RunConfig, base: BaseModel, source: PromptSource, verifier: Verifier) -> CheckedSource:
+    check_stop_strings(config, base.tokenizer)
+    check_template_arguments(config, base.tokenizer)
+    if config.loss.distillation.teacher is not None:
+        refuse_small_teacher(config, base.arch, find_teacher(config, base.tokenizer).architecture)
+    return check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
+
+
+def check_stop_strings(config: RunConfig, tokenizer: Tokenizer) -> None:
+    for string in config.rollout.stop_strings:
+        try:
+            tokens = tokenizer.encode(string, add_special_tokens=False)
+        except UserError as error:
+            raise UserError(f"rollout.stop_strings: {error}") from error
+        if tokenizer.decode(tokens) != tokenizer.decode(tokens, special=True):
+            raise UserError(
+                f"rollout.stop_strings: {string!r} has a special token, which the text of a completion leaves out; "
+                "name its id as eos_token_id in the model's generation_config.json instead"
+            )
+
+
+def check_template_arguments(config: RunConfig, tokenizer: Tokenizer) -> None:
+    template = tokenizer.template if config.data.chat else ""
+    for name in config.data.template_arguments:
+        if not re.search(rf"\b{name}\b", template):
+            raise UserError(f"data.template_arguments: {name}: the chat template of the model does not read it")
+
+
+def refuse_small_teacher(config: RunConfig, arch: Architecture, teacher: Architecture) -> None:
+    named = f"loss.distillation.teacher={config.loss.distillation.teacher}"
+    positions = longest_row(config, arch)
+    longest = longest_prompt(config, positions) + config.rollout.max_new_tokens
+    if teacher.max_positions < longest:
+        raise UserError(
+            f"{named}: it has {teacher.max_positions} positions, and a prompt with its completion may have {longest} "
+            "tokens; lower data.max_prompt_tokens or rollout.max_new_tokens, or take another teacher"
+        )
+    if teacher.vocab_size < arch.vocab_size:
+        raise UserError(
+            f"{named}: its vocab_size={teacher.vocab_size} is below the model's {arch.vocab_size}, of which every "
+            "token may be written; take another teacher"
+        )
+
+
+def check_opening(
+    problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int, pool: Pool, seed: int
+) -> None:
+    """Raises UserError: the environment gives the longest problem no reply, or makes it too long to be a prompt."""
+    assert config.environment is not None, "a pool is of an environment"
+    problem = max(problems, key=lambda row: len(prompt_text(row, config, tokenizer)[0].encode()))
+    asked = {"messages": messages_of(problem, config), "reference": problem.reference, "columns": problem.columns}
+    pool.begin((0, 0), task_of(asked, sample_seed(seed, 0, 0, 0)))
+    ((_, reply, _),) = pool.replies(wait=True)
+    pool.end((0, 0))
+    name = config.environment.name
+    # An episode that ends at once is for its step to tell.
+    if isinstance(reply, Outcome) and (invalid := InvalidReply.read(reply.detail)) is not None:
+        raise UserError(f"environment.name={name}: start: {invalid}")
+    if isinstance(reply, Turn):
+        try:
+            count = len(Talk.of(config, tokenizer).open(reply).prompt)
+        except ObservationError as error:
+            place = problem.place or problem.prompt_id
+            raise UserError(f"{place}: environment.name={name} begins with: {error}") from error
+        refuse_length(problem, count, f"tokens as environment.name={name} begins it", config, max_positions)
+
+
+def stored_ledger(config: RunConfig) -> LedgerView | None:
+    if config.run is None or not (ledger := config.runs / config.run / LEDGER).exists():
+        return None
+    return LedgerView.read(ledger)
+
+
+def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
+    if config.run is None:
+        refuse_unwritable(config.runs.absolute())
+        return
+    folder = config.runs.absolute() / config.run
+    refuse_unwritable(folder)
+    described = read_description(folder)
+    if described is not None:
+        refuse_in_use(folder)
+        if (folder / LEDGER).exists():
+            refuse_other_run(described, LedgerView.read(folder / LEDGER), config, config.run, new_code=new_code)
+
+
+def refuse_other_data(config: RunConfig, ledger: LedgerView, data: str | None) -> None:
+    last = ledger.last_segment()
+    if not ledger.holds_work() or last is None or last.data in (None, data):
+        return
+    sources = [f"data.source={config.data.source}"]
+    if config.evaluation.source is not None:
+        sources.append(f"evaluation.source={config.evaluation.source}")
+    raise UserError(
+        f"{', '.join(sources)}: the problems are others than the run began with ({str(data)[:12]}, then "
+        f"{str(last.data)[:12]}); put those back, or start another run"
+    )
+
+
+def refuse_other_run(
+    described: RunDescription, ledger: LedgerView, config: RunConfig, name: str, *, new_code: bool
+) -> None:
+    if not ledger.holds_work():
+        return
+    try:
+        begun = reload_config(described.config)
+    except StoredFileError as error:
+        raise StoredFileError(f"{config.runs.absolute() / name}/{error}") from error
+    differing = may_continue(public_dump(begun), public_dump(config))
+    if not differing and ledger.step(config.steps + 1) is not None:
+        raise UserError(f"run {name} has step {config.steps + 1} already, and steps={config.steps} asks for fewer")
+    if differing:
+        others = [line for line in differing if not line.startswith("steps: ")]
+        hint = "; begin another one for that: fp8-grpo run ... --set run=NAME" if others else ""
+        raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}{hint}")
+    if not new_code:
+        refuse_other_code(described, ledger.last_segment(), config, name)
+
+
+def refuse_other_code(described: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:
+    before = other_code(described, last)
+    if before is not None:
+        raise UserError(
+            f"run {name} was made by code version {before[:12]}, this is {current_code()[:12]}: continue it with that "
+            f"code, start a new segment with this one ({resume_command(config, name)} --new-code), or start another run"
+        )
+
+
+def other_code(described: RunDescription, last: SegmentEntry | None) -> str | None:
+    """The code version that last ran a run, None when it is this one."""
+    before = described.code_version if last is None else last.code_version
+    return before if before != current_code() else None

@@ -32,7 +32,6 @@ class SyncError(RuntimeError):
 
 
 def initial_trainer(run: RunContext) -> Trainer:
-    """A trainer that starts from policy 0. Raises StoredFileError: the ranks of a cluster start from other weights."""
     weights = run.initial_policy()
     if run.cluster is None:
         return build_trainer(run.config, run.arch, weights)
@@ -50,9 +49,7 @@ def initial_trainer(run: RunContext) -> Trainer:
 
 
 def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
-    """Send the trainer's policy to the engine and prove that it arrived; returns the report as JSON types.
-
-    Raises SyncError: what the engine holds or runs differs, or the probe is beyond a bound that fails at once."""
+    """Send the trainer's policy to the engine; the report as JSON types. Raises SyncError: what arrived differs."""
     trainer, engine = run.ready_trainer(), run.ready_engine()
     # Before the engine wakes: where both share a device, the trainer's pass has its memory.
     probes, expected = trainer_probe(run, scales)
@@ -78,8 +75,6 @@ def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KeptPolicy:
-    """A policy that an engine was sent, as the trainer's passes read it (`ScoringTrainer.keep`), with its scales."""
-
     tensors: Any
     scales: PolicyScales
 
@@ -94,7 +89,6 @@ def keep_policy(run: RunContext, shipped: Shipped, scales: PolicyScales) -> None
 
 
 def trainer_probe(run: RunContext, scales: PolicyScales) -> tuple[list[Probe], list[float]]:
-    """Known tokens of the first prompts, and their log-probs under the trainer's policy."""
     if run.probes is None:
         problems = run.source.training(1, min(_PROBES, run.config.rollout.prompts_per_step), run.config.seed)
         rows = [tokens[:_LONGEST] for tokens in prompt_table(run, problems)["tokens"].to_pylist()]
@@ -105,9 +99,7 @@ def trainer_probe(run: RunContext, scales: PolicyScales) -> tuple[list[Probe], l
 
 
 def probe_of(prompt: Sequence[int], index: int, count: int) -> Probe:
-    """Probe `index` of `count`: the later, the longer its share of the prompt.
-
-    The end of a prompt is avoided: the tokens of a chat template are certain whatever the policy."""
+    """The end of a prompt is avoided: the tokens of a chat template are certain whatever the policy."""
     if len(prompt) == 1:
         return Probe((prompt[0],), prompt[0])
     cut = 1 + (len(prompt) - 2) * (index + 1) // (count + 1)
@@ -128,7 +120,6 @@ def compare_probe(expected: Sequence[float], engines: Sequence[Sequence[float]])
 
 
 def check_probe(run: RunContext, found: dict[str, float], version: int) -> None:
-    """Fail where a bound on the probe fails a run at its first crossing."""
     bounds = stop_bounds(run.config)
     if (bounds.action, bounds.patience) != ("fail", 1):
         return

@@ -1,11 +1,4 @@
-"""The distance of the policy in FP8 from the same weights in BF16, measured once, before the first update.
-
-Rollout and training may agree bit for bit and still compute another function than BF16 does. So step 0 samples
-completions as the run does, in the rollout's precision, and scores each of their tokens in BF16 too. It compares whole
-distributions on a few held-out prompts and their right answers (`evaluation.parts`). And it answers held-out prompts in
-BF16, by an engine in this process. On a CPU that takes its weights alone; on a GPU it would need memory that no plan
-counts.
-"""
+"""The distance of the policy in FP8 from the same weights in BF16, measured once, before the first update."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -40,11 +33,11 @@ from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales
 from fp8core.rollout.registry import longest_row
+from fp8core.run.batches import scales_of
 from fp8core.run.build import build_engine, find_base
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import EpisodePlayer
-from fp8core.run.rollouts import heldout_accuracy, prompt_groups, prompt_table
-from fp8core.run.scoring import scales_of
+from fp8core.run.rollouts import groups_of, heldout_accuracy, prompt_table
 from fp8core.store.ledger import START
 
 _CONFIDENCE, _SEED = 0.95, 0
@@ -53,12 +46,12 @@ _TEXTS = 8
 
 
 def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]) -> dict[str, Any]:
-    """The gap of policy 0, which engine and trainer hold, as JSON types; `evaluated`: the engine's accuracy."""
+    """`evaluated`: the engine's accuracy."""
     count = compared_prompts(run.config)
     problems = run.source.heldout(run.config.evaluation.prompts)[:count]
     prompts = prompt_table(run, problems)
     tokens, names = prompts["tokens"].to_pylist(), prompts["prompt_id"].to_pylist()
-    groups = prompt_groups(run, START, prompts, 1)
+    groups = groups_of(prompts.to_pylist(), run.config.seed, START, 1)
     sampling = EpisodePlayer.of(run.config, run.tokenizer, run.arch).sampling()
     finished = list[Completion]()
     with run.console.part("precision gap, completions"):
@@ -123,10 +116,7 @@ def measure_parts(config: RunConfig, problems: Sequence[Problem], progress: Prog
 
 
 def read_subjects(config: RunConfig, problems: Sequence[Problem]) -> tuple[Subjects, list[Text]]:
-    """The checkpoint `config.model` in BF16 and by part, and the problems as texts.
-
-    Main memory holds about 30 bytes a parameter. Scales of an FP8 cache are those of a run: calibrated on the first
-    `rollout.prompts_per_step` prompts. Raises UserError: the checkpoint cannot be read, or a prompt does not fit."""
+    """The checkpoint `config.model` in BF16 and by part, and the problems as texts. Raises UserError."""
     base = find_base(config)
     assert base.checkpoint is not None, "an evaluation has a checkpoint"
     texts = texts_of(problems, config, base.tokenizer, longest_row(config, base.arch))
@@ -147,9 +137,7 @@ def texts_of(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenize
 
 
 def right_answer(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of what follows the last `####` of a reference, or of all of it, right after the prompt.
-
-    Nothing where the reference is empty or has a character that the tokenizer lacks."""
+    """Token ids of what follows the last `####` of a reference, or of all of it; none where it cannot be encoded."""
     if config.data.source == "chain":
         return tokenizer.encode(completion(problem.question, "bare"))
     text = problem.reference.rpartition(MARKER)[2].strip()

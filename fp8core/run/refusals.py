@@ -1,7 +1,4 @@
-"""Refusals of settings that do not go together, and the graph of steps that is left: nothing is loaded for them.
-
-They are asked first, in the order of this file.
-"""
+"""Refusals of settings that do not go together, and the graph of steps that is left: nothing is loaded for them."""
 
 from fp8core.alignment.bounds import EQUAL, contract_of, ratio_holds_age, unverifiable
 from fp8core.config.capability import Node, check_contract
@@ -36,7 +33,6 @@ def graph_on(config: RunConfig, platform: str) -> StepGraph:
 
 
 def pipeline_of(config: RunConfig) -> StepGraph:
-    """The checked pipeline of a configuration, wherever it is to run. Raises UserError, as all functions here."""
     uses = {step.uses for step in config.pipeline.steps}
     _check_declared_steps(config, uses)
     graph = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
@@ -164,7 +160,6 @@ def check_engine(config: RunConfig, node: Node) -> None:
 
 
 def check_memory(config: RunConfig, node: Node, ledger: LedgerView | None) -> None:
-    """Refuse a training that there is no memory for; a warm start that the ledger has as finished needs none."""
     if ledger is not None and "warm_start" in ledger.tasks(START):
         config = config.model_copy(update={"warm_start": None})
     machine = machine_of(node)

@@ -1,56 +1,58 @@
-"""Resume a run that stopped: trainer and engine return to where its ledger ends.
+"""Return trainer and engine to where a ledger ends, or to an earlier version of the policy.
 
-`restore` loads a checkpoint that is undamaged and of the run's own policies, and redoes the later updates. That is the
-newest one, or the newest before a step with a damaged artifact, which is made again on the way (`recompute`).
+Version n is the policy after step n. The trainer goes back by a checkpoint (`load_state`) and forward by redone
+updates, whose outputs are compared with the ledger. Outputs that differ stop an exact run (`RedoError`). A tolerant
+run, or other code, enters them in the ledger as a redo, and later steps start from them (`effective_outputs`).
 """
 
-from contextlib import suppress
+from collections.abc import Sequence
 
+import pyarrow as pa
+import torch
 from pydantic import JsonValue
+from torch import Tensor
 
+from fp8core.alignment.bounds import unverifiable
+from fp8core.config.step_graph import PlannedStep
+from fp8core.config.steps import import_step
+from fp8core.rl.batch import TokenBatch, drawn_rows
+from fp8core.run.batches import read_scales
 from fp8core.run.checkpoint import load_state
 from fp8core.run.context import RunContext
-from fp8core.run.execute import carried, code_of, finished_steps, step_metrics, stored_manifest
-from fp8core.run.recompute import (
-    RedoError,
-    first_damaged_step,
-    is_replaced,
-    producer_of,
-    rebuild_kept_policies,
-    redo_step,
-    rewind_to,
-    rewind_with_engine,
-    versions_of,
-)
+from fp8core.run.execute import attempt, carried, code_of, finished_steps, intact, stored_manifest
+from fp8core.run.policy import keep_policy, push
 from fp8core.run.rollouts import shards_of
-from fp8core.run.stream_writers import stream_rows, stream_table
+from fp8core.run.stream_writer import stream_rows, stream_table
+from fp8core.store.artifacts import Ref
 from fp8core.store.json_text import value_differences
 from fp8core.store.ledger import START, RedoEntry
 from fp8core.store.manifest import StepRecord, library_versions
-from fp8core.store.metrics import STEP
+from fp8core.training.trainer import ScoringTrainer
+
+
+class RedoError(RuntimeError):
+    """A redone task did not give what the ledger names."""
 
 
 def restore(run: RunContext) -> int:
-    """Restore trainer and engine, and make damaged artifacts again; returns how many updates were redone.
-
-    Raises RedoError: an update came out otherwise in an exact run. Raises UserError: a damaged file cannot be made
-    again."""
+    """Returns how many updates were redone. Raises RedoError: a task came out otherwise in an exact run."""
     ledger = run.directory.ledger
     last = ledger.last_step()
     assert last is not None, "step 0 is committed before anything is restored"
     _tell_changes(run, last, stored_manifest(run, last).record)
-    damaged = first_damaged_step(run, _first_step_read(run, last))
-    load_state(run, last if damaged is None else min(last, damaged - 1))
+    damaged = next((step for step in range(_first_step_read(run, last), last + 1) if not _is_intact(run, step)), None)
+    load_state(run, last if damaged is None else damaged - 1)
     begun = run.ready_trainer().version
     ledger.refuse_gap(begun, last)
-    for index in range(begun + 1, last + 1):
-        redo_step(run, index, [planned for planned in run.graph.steps if planned.name in ledger.tasks(index)])
+    rewind_to(run, last if damaged is None else damaged - 1)
+    for index in () if damaged is None else range(damaged, last + 1):
+        _make_again(run, index)
     if run.replayed is None and "stream" in run.graph.carries:
         _restart_completions_of_lost_policies(run, last)
     for planned in run.graph.steps:
         # Asked anew each time: an update that gave something else undoes what was made from the old policy.
-        if planned in finished_steps(run, last + 1, carried(run, last + 1)):
-            redo_step(run, last + 1, [planned])
+        if planned.spec.redo and planned in finished_steps(run, last + 1, carried(run, last + 1)):
+            rewind_to(run, last + 1)
     version = run.ready_trainer().version
     if version > last and _generates(run, last + 1):
         # The old policy writes the tokens that are missing, although its update is over.
@@ -61,38 +63,103 @@ def restore(run: RunContext) -> int:
     return run.ready_trainer().version - begun
 
 
+def rewind_to(run: RunContext, version: int) -> None:
+    if run.ready_trainer().version > version:
+        load_state(run, version)
+    for index in range(run.ready_trainer().version + 1, version + 1):
+        stored = run.directory.ledger.tasks(index)
+        for planned in run.graph.steps:
+            if planned.spec.redo and planned.name in stored:
+                _redo(run, index, planned)
+
+
+def rewind_with_engine(run: RunContext, version: int) -> None:
+    rewind_to(run, version)
+    first = carried(run, START + 1)["scales"] if version == START else None
+    scales = first or run.directory.ledger.effective_outputs(version).get(run.graph.carries["scales"])
+    # Where those of a step that was cut are damaged, its tasks make and push them again.
+    if scales is not None and run.directory.store.is_intact(scales):
+        push(run, read_scales(run, scales))
+
+
 def _first_step_read(run: RunContext, last: int) -> int:
-    """The first step of which a resume reads all artifacts: that of the checkpoint that its redos begin with."""
     reached = last - run.config.pipeline.reach
     folders = ((entry.step, run.directory.checkpoint(entry)) for entry in run.directory.ledger.last_checkpoints())
-    return next((step for step, folder in folders if step <= reached and folder.is_dir()), START)
+    return max(START + 1, next((step for step, folder in folders if step <= reached and folder.is_dir()), START + 1))
+
+
+def _is_intact(run: RunContext, index: int) -> bool:
+    ledger = run.directory.ledger
+    return index in (run.replayed or ledger).removed() or intact(run, ledger.effective_outputs(index))
+
+
+def _make_again(run: RunContext, index: int) -> None:
+    rewind_with_engine(run, index - 1)
+    for planned in run.graph.steps:
+        _redo(run, index, planned)
+    shards_of(run, index).clear()
+    run.console.note(f"step {index}: artifacts were damaged; all of its tasks ran again")
+
+
+def _redo(run: RunContext, index: int, planned: PlannedStep) -> None:
+    """Run a finished task again. Raises RedoError: an exact run redid otherwise what its own code made."""
+    ledger, before = run.directory.ledger, carried(run, index)
+    # Of its own step a task reads what was stored then, even where a redo gave something else to those after it.
+    own = ledger.artifacts(index)
+    inputs = {port: (before if name in before else own)[name] for port, name in planned.inputs.items()}
+    stored = ledger.effective_outputs(index) if planned.spec.redo else own
+    expected = {name: stored[name] for name in planned.outputs.values() if name in stored}
+
+    def body() -> dict[str, Ref]:
+        made: dict[str, Ref] = import_step(planned.uses)(run, index, planned.options, **inputs)
+        return {planned.outputs[port]: ref for port, ref in made.items()}
+
+    made = attempt(f"step {index}, task {planned.name}", body)
+    differing = next((name for name, ref in expected.items() if made[name].digest != ref.digest), None)
+    if differing is None:
+        return
+    text = (
+        f"step {index}, task {planned.name}: redoing it gave {differing} {made[differing].digest[:16]}, "
+        f"the ledger says {expected[differing].digest[:16]}"
+    )
+    redone = ledger.redone(index).get(planned.name)
+    made_by = redone.code_version if redone is not None else code_of(run, index)
+    if run.config.replay.level != "tolerant" and made_by == run.code_version:
+        raise RedoError(text)
+    redo = RedoEntry(step=index, task=planned.name, outputs=made, code_version=run.code_version)
+    if ledger.step(index) is None:
+        # Its later tasks have yet to run, and are to find this policy. A kill leaves both lines or none.
+        ledger.append(ledger.tasks(index)[planned.name].model_copy(update={"outputs": made}), redo)
+    else:
+        # The shards of the open step are of the policy that is replaced.
+        shards_of(run, max(ledger.steps()) + 1).clear()
+        ledger.append(redo)
+    other = "" if made_by == run.code_version else f"; code version {made_by[:12]} made it, this is other code"
+    run.console.note(f"{text}{other}: the run goes on from the new policy and is inexact")
 
 
 def _generates(run: RunContext, index: int) -> bool:
-    """True if a step of an iteration that is not finished reads the policy and the scales that it starts from."""
     start = carried(run, index)
     finished = finished_steps(run, index, start)
     if any("sync_report" in each.spec.outputs.values() for each in finished):
         return False
     if run.config.pipeline.ahead_tokens == 0:
         # In turn, the engine sleeps beside the update.
-        finished = [*finished, producer_of(run, run.graph.carries["stream"])]
+        finished = [*finished, _stream_writer(run)]
     return any({"policy", "scales"} <= set(each.inputs.values()) for each in run.graph.steps if each not in finished)
 
 
-def _restart_completions_of_lost_policies(run: RunContext, last: int) -> None:
-    """Restart completions in flight whose policy was replaced or is of other code: no pass would score their tokens.
+def _stream_writer(run: RunContext) -> PlannedStep:
+    return next(each for each in run.graph.steps if run.graph.carries["stream"] in each.outputs.values())
 
-    A redo entry of the ledger names the new stream in place of the stored one."""
+
+def _restart_completions_of_lost_policies(run: RunContext, last: int) -> None:
+    """Restart completions in flight whose policy was replaced or is of other code: no pass would score their tokens."""
     store, artifact = run.directory.store, run.graph.carries["stream"]
     stored = carried(run, last + 1)["stream"]
     table = store.get_table(stored)
-    lost = set(versions_of(table))
-    if code_of(run, last) == run.code_version:
-        if run.config.replay.level == "tolerant" or any(code_of(run, each) != run.code_version for each in lost):
-            with suppress(RedoError):
-                rebuild_kept_policies(run, sorted(lost))
-        lost = {version for version in lost if is_replaced(run, version)}
+    same_code = code_of(run, last) == run.code_version
+    lost = {version for version in _versions_of(table) if not same_code or _is_replaced(run, version)}
     rows = stream_rows(table)
     begun = [row.anew() if lost.intersection(row.versions) else row for row in rows]
     made = store.put_table("stream", stream_table(begun, table.schema))
@@ -100,15 +167,17 @@ def _restart_completions_of_lost_policies(run: RunContext, last: int) -> None:
         return
     # They go on from what begins anew.
     shards_of(run, last + 1).clear()
-    producer = producer_of(run, artifact).name
-    run.directory.ledger.append(
-        RedoEntry(step=last, task=producer, outputs={artifact: made}, code_version=run.code_version)
-    )
-    count = sum(ours is not theirs for ours, theirs in zip(rows, begun, strict=True))
+    task = _stream_writer(run).name
+    redo = RedoEntry(step=last, task=task, outputs={artifact: made}, code_version=run.code_version)
+    run.directory.ledger.append(redo)
+    policies = ", ".join(map(str, sorted(lost)))
     run.console.note(
-        f"step {last + 1}: {count} of {len(rows)} completions begin anew: policy {', '.join(map(str, sorted(lost)))}, "
-        "which wrote tokens of them, was replaced or is of other code"
+        f"step {last + 1}: completions begin anew whose policy ({policies}) was replaced or is of other code"
     )
+
+
+def _versions_of(stream: pa.Table) -> list[int]:
+    return sorted({version for row in stream["versions"].to_pylist() for version in row})
 
 
 def _tell_changes(run: RunContext, last: int, before: StepRecord) -> None:
@@ -122,5 +191,53 @@ def _tell_changes(run: RunContext, last: int, before: StepRecord) -> None:
         run.console.note(f"libraries differ from those of step {last}: {changed}; steps redone may differ")
 
 
-def history(run: RunContext) -> list[dict[str, float]]:
-    return [{**step_metrics(run, index), STEP: index} for index in sorted(run.directory.ledger.steps())]
+def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of every token of completions under the version that wrote it, FP32 [B, longest].
+
+    The trainer holds its version again afterwards. `versions`: int64 [B, longest], -1 where there is no token."""
+    # One that is made again may leave the run another trainer, and another copy of those before it.
+    needed = sorted(set(versions[versions >= 0].tolist()))
+    run.sleep_engine()
+    _rebuild_kept_policies(run, needed)
+    policies = {version: run.kept_policies[version] for version in needed}
+    trainer, found = run.ready_trainer(), (torch.zeros(versions.shape), torch.zeros(versions.shape))
+    assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
+    for version, policy in policies.items():
+        rows = (versions == version).any(dim=1).nonzero()[:, 0]
+        chosen = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.completion[rows])
+        scored = trainer.logprobs_of(policy.tensors, chosen, run.config.rollout.temperature, policy.scales.layers)
+        for into, part in zip(found, (scored.logprobs, scored.entropy), strict=True):
+            longest = part.shape[1]
+            written = versions[rows, :longest] == version
+            into[rows, :longest] = torch.where(written, part, into[rows, :longest])
+    return found
+
+
+def verified_rows(run: RunContext, index: int, written: Tensor) -> list[int]:
+    return drawn_rows(written, run.config.pipeline.verified_share, f"behaviour/{run.config.seed}/{index}")
+
+
+def _rebuild_kept_policies(run: RunContext, versions: Sequence[int]) -> None:
+    """`versions`: ascending. Raises RedoError: an update gave another policy."""
+    missing, held = [version for version in versions if version not in run.kept_policies], run.ready_trainer().version
+    if not missing:
+        return
+    for version in missing:
+        scales = carried(run, version + 1)["scales"]
+        rewind_to(run, version)
+        if run.replayed is None and _is_replaced(run, version):
+            raise RedoError(
+                f"policy {version} wrote tokens of this step, and was not had again bit for bit; resume the run: its "
+                "completions in flight begin anew then"
+            )
+        keep_policy(run, run.ready_trainer().export(), read_scales(run, scales))
+    rewind_with_engine(run, held)
+    run.sleep_engine()
+
+
+def _is_replaced(run: RunContext, version: int) -> bool:
+    """True if the run has another policy of this version now than the one that wrote beside the update after it."""
+    if run.directory.ledger.step(version + 1) is None or unverifiable(run.config) is not None:
+        return False
+    wrote = stored_manifest(run, version + 1).record.inputs[_stream_writer(run).name]["policy"]
+    return wrote.digest != carried(run, version + 1)["policy"].digest

@@ -2,37 +2,45 @@
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, encode_prompt
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.progress import tell_progress
-from fp8core.rewards.scorer import OUTCOMES
+from fp8core.progress import Progress, tell_progress
+from fp8core.rewards.scorer import OUTCOMES, Answer, Key, Verdict, VerdictOutcome
+from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import routes_column
-from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, sample_seed
+from fp8core.rollout.engine import PromptGroup, RolloutEngine, sample_seed
 from fp8core.rollout.episode import Episode
 from fp8core.rollout.episodes import Pool
 from fp8core.rollout.registry import longest_row
+from fp8core.rollout.stream import Row
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import EpisodePlayer, RecordedPool, completion_text, episode_means, messages_of, turns_table
-from fp8core.run.verdicts import ending_of, score, tell_endings, tell_failures
+from fp8core.run.episodes import EpisodePlayer, RecordedPool, completion_text, episode_means, messages_of, turn_rows
 from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.layout import shards_place
 from fp8core.store.ledger import START
 from fp8core.store.tables import (
+    COLUMNS,
+    COMPLETION_KEY,
+    EXPERTS,
     HELDOUT_SAMPLES,
+    MESSAGES,
     PROMPTS,
-    PROMPTS_WITH_COLUMNS,
-    PROMPTS_WITH_MESSAGES,
     ROLLOUTS,
     SAMPLE_CHARACTERS,
+    TURNS,
+    VERSIONS,
+    key_of,
 )
 
 
@@ -52,25 +60,18 @@ def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tok
     schema = PROMPTS
     if config.data.columns:
         columns["columns"] = [problem.columns for problem in problems]
-        schema = PROMPTS_WITH_COLUMNS
+        schema = schema.append(COLUMNS)
     if config.environment is not None:
         columns["messages"] = [messages_of(problem, config) for problem in problems]
-        schema = schema.append(PROMPTS_WITH_MESSAGES.field("messages"))
+        schema = schema.append(MESSAGES)
     return pa.table(columns, schema=schema)
 
 
-def shards_of(run: RunContext, index: int, kind: str = "rollouts") -> RolloutShards:
-    return RolloutShards(run.directory.path / shards_place(index), kind)
-
-
-def prompt_groups(run: RunContext, index: int, prompts: pa.Table, size: int | None = None) -> list[PromptGroup]:
-    """Requests of an iteration, with one seed a sample; `size`: samples of a prompt, else `rollout.group_size`."""
-    samples = run.config.rollout.group_size if size is None else size
-    return groups_of(prompts.to_pylist(), run.config.seed, index, samples)
+def shards_of(run: RunContext, index: int) -> RolloutShards:
+    return RolloutShards(run.directory.path / shards_place(index))
 
 
 def groups_of(prompts: Iterable[Mapping[str, Any]], seed: int, index: int, samples: int) -> list[PromptGroup]:
-    """Requests for so many samples of each row of kind `prompts`; a seed depends on `seed` and its place alone."""
     numbers = tuple(range(samples))
     return [
         PromptGroup(
@@ -84,40 +85,57 @@ def groups_of(prompts: Iterable[Mapping[str, Any]], seed: int, index: int, sampl
     ]
 
 
-def rollout_table(
-    run: RunContext,
-    completions: Sequence[Completion],
-    groups: list[PromptGroup],
-    schema: pa.Schema,
-    prompts: Sequence[Sequence[int]],
-) -> pa.Table:
-    """Completions as a table of kind `rollouts`; `prompts`: token ids that each was asked with."""
-    by_number = {group.group: group for group in groups}
-    rows = [
+def row_of(episode: Episode, row: Row, tokenizer: Tokenizer) -> Row:
+    """`row`: place, prompt and seed of the episode."""
+    done = episode.completion
+    return replace(
+        row,
+        prompt_tokens=[*episode.prompt],
+        tokens=done.tokens,
+        logprobs=done.logprobs,
+        finish="" if episode.goes_on else done.finish,
+        written=[True] * len(done.tokens) if done.written is None else done.written,
+        turns=turn_rows(episode, tokenizer),
+    )
+
+
+def row_tables(rows: Sequence[Row], config: RunConfig, tokenizer: Tokenizer) -> tuple[pa.Table, pa.Table | None]:
+    """Tables of kinds `rollouts`, and `turns` with an environment."""
+    found = [
         {
-            "group": done.group,
-            "sample": done.sample,
-            "prompt_id": by_number[done.group].prompt_id,
-            "seed": by_number[done.group].seeds[done.sample],
-            "prompt_tokens": list(prompt),
-            "tokens": done.tokens,
-            "logprobs": done.logprobs,
-            "written": [True] * len(done.tokens) if done.written is None else done.written,
-            "finish": done.finish,
-            "text": completion_text(done, run.tokenizer, run.config.rollout.stop_strings),
+            **vars(row),
+            "written": row.written or [True] * len(row.tokens),
+            "text": completion_text(row.tokens, row.finish, tokenizer, config.rollout.stop_strings),
         }
-        for done, prompt in zip(completions, prompts, strict=True)
+        for row in rows
     ]
-    table = pa.Table.from_pylist(rows, schema=ROLLOUTS)
-    if "experts" not in schema.names:
-        return table
-    chosen = [done.experts for done in completions if done.experts is not None]
-    assert len(chosen) == len(completions), "the engine was asked for experts and reported none"
-    return table.append_column(schema.field("experts"), routes_column(chosen))
+    # Where nothing may be stale, tokens are of one version.
+    stale = config.pipeline.mode != "synchronous" and config.pipeline.max_staleness > 0
+    table = pa.Table.from_pylist(found, schema=ROLLOUTS.append(VERSIONS) if stale else ROLLOUTS)
+    if chosen := [row.experts for row in rows if row.experts is not None]:
+        table = table.append_column(EXPERTS, routes_column(chosen))
+    return table, None if config.environment is None else turns_of(rows)
+
+
+def turns_of(rows: Sequence[Row]) -> pa.Table:
+    found = [{"group": row.group, "sample": row.sample, **turn} for row in rows for turn in row.turns]
+    return pa.Table.from_pylist(found, schema=TURNS)
+
+
+def tables_of(
+    episodes: Sequence[Episode], groups: Sequence[PromptGroup], config: RunConfig, tokenizer: Tokenizer
+) -> tuple[pa.Table, pa.Table | None]:
+    """`row_tables` of whole episodes; `groups`: what was asked."""
+    rows = {
+        (group.group, sample): Row(0, group.group, sample, group.prompt_id, seed, [*group.prompt])
+        for group in groups
+        for sample, seed in zip(group.samples, group.seeds, strict=True)
+    }
+    return row_tables([row_of(one, rows[one.key], tokenizer) for one in episodes], config, tokenizer)
 
 
 def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None:
-    """Prompt, text and reward of the first completion of a step; None where its plan has no such tables."""
+    """Prompt, text and reward of the first completion of a step."""
     store, found = run.directory.store, {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
     if not {"prompts", "rollouts", "rewards"} <= found.keys():
         return None
@@ -129,28 +147,13 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
     return prompt, text, reward
 
 
-def check_episodes(run: RunContext, index: int, what: str, turns: pa.Table) -> None:
-    """As `tell_endings`; where it raises, a run that goes on plays the episodes again."""
-    if not len(turns):
-        return
+def check_episodes(run: RunContext, index: int, turns: pa.Table) -> None:
+    """As `refuse_failed`; where it raises, a run that goes on plays the episodes again."""
     try:
-        tell_endings(run, what, turns)
+        refuse_failed(run.config, turns)
     except UserError:
         shards_of(run, index).clear()
         raise
-
-
-@contextmanager
-def environment_of(run: RunContext, index: int, port: str) -> Iterator[Pool | None]:
-    """The environments of a step's episodes; in a replay the recorded answers, which the output `port` has."""
-    if run.config.environment is None:
-        yield None
-    elif run.replayed is None:
-        yield run.environment
-    else:
-        # A pipeline may rename what its steps provide; the first evaluation is before them.
-        recorded = port if index == START else run.graph.artifact_of(port)
-        yield RecordedPool(run.directory.store.get_table(run.replayed.artifacts(index)[recorded]))
 
 
 def while_going(run: RunContext, played: Generator[list[Episode], None, None]) -> Iterator[list[Episode]]:
@@ -163,60 +166,176 @@ def while_going(run: RunContext, played: Generator[list[Episode], None, None]) -
             run.refuse_halted()
 
 
-def heldout_episodes(run: RunContext, index: int) -> dict[str, Ref]:
+def all_of(played: Iterable[list[Episode]], count: int, progress: Progress = tell_progress) -> list[Episode]:
+    found = list[Episode]()
+    progress(0, count)
+    for batch in played:
+        found += batch
+        progress(len(found), count)
+    return sorted(found, key=lambda one: one.key)
+
+
+def heldout_artifacts(run: RunContext, index: int) -> dict[str, Ref]:
+    pool: Pool | None = run.environment
+    if run.replayed is not None and run.config.environment is not None:
+        # A pipeline may rename what its steps provide; the first evaluation is before them.
+        recorded = "heldout_turns" if index == START else run.graph.artifact_of("heldout_turns")
+        pool = RecordedPool(run.directory.store.get_table(run.replayed.artifacts(index)[recorded]))
+    return stored_evaluation(run, *heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts, pool))
+
+
+def stored_evaluation(run: RunContext, content: dict[str, Any], turns: pa.Table | None) -> dict[str, Ref]:
     store = run.directory.store
-    with environment_of(run, index, "heldout_turns") as pool:
-        content, turns = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts, pool)
-    assert turns is not None, "an environment answered"
-    return {
-        "heldout_turns": store.put_table("turns", turns),
-        "evaluation": store.put_json("evaluation", content),
-    }
+    played = {} if turns is None else {"heldout_turns": store.put_table("turns", turns)}
+    return {**played, "evaluation": store.put_json("evaluation", content)}
 
 
 def heldout_accuracy(
     run: RunContext, engine: RolloutEngine, count: int, pool: Pool | None = None
 ) -> tuple[dict[str, Any], pa.Table | None]:
-    """The content of an artifact of kind `evaluation` for the first held-out prompts, and their turns in order of
-    group.
-
-    Lengths are of what the policy wrote. The engine answers greedily. Without an environment there are no turns."""
+    """The content of an artifact of kind `evaluation` for the first held-out prompts, and their turns."""
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
-    asked, groups = prompts.to_pylist(), prompt_groups(run, START, prompts, 1)
+    asked = prompts.to_pylist()
+    groups = groups_of(asked, run.config.seed, START, 1)
     player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
     played = player.play(engine, groups, asked, player.evaluation_sampling(0.0), pool)
-    found = list[Episode]()
-    tell_progress(0, len(groups))
-    for batch in while_going(run, played):
-        found += batch
-        tell_progress(len(found), len(groups))
-    episodes = sorted(found, key=lambda one: one.completion.group)
-    endings = [ending_of(one, run.config, run.tokenizer) for one in episodes]
-    turns = None if run.config.environment is None else turns_table(episodes, run.tokenizer)
+    episodes = all_of(while_going(run, played), len(groups))
+    rollouts, turns = tables_of(episodes, groups, run.config, run.tokenizer)
     if turns is not None:
-        tell_endings(run, "held-out prompts", turns)
-    verdicts = [found.verdict for found in score(run.verifier.main, asked, endings)]
+        refuse_failed(run.config, turns)
+    verdicts = [found.verdict for found in score(run.verifier.main, asked, stored_endings(rollouts, turns))]
     tell_failures(run, "held-out prompts", verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
-    completions = [one.completion for one in episodes]
+    texts = rollouts["text"].to_pylist()
     content = {
         "accuracy": sum(verdict.score for verdict in verdicts) / len(verdicts),
         "prompts": len(verdicts),
-        "length_mean": sum(done.length for done in completions) / len(completions),
+        "length_mean": sum(one.completion.length for one in episodes) / len(episodes),
         "outcomes": {name: outcomes[name] for name in OUTCOMES},
         "scores": {row["prompt_id"]: verdict.score for row, verdict in zip(asked, verdicts, strict=True)},
         "samples": [
             {
-                "prompt_id": row["prompt_id"],
-                "prompt": row["text"][-SAMPLE_CHARACTERS:],
-                "text": completion_text(done, run.tokenizer, run.config.rollout.stop_strings)[:SAMPLE_CHARACTERS],
-                "length": len(done.tokens),
-                "score": verdict.score,
+                "prompt_id": asked[i]["prompt_id"],
+                "prompt": asked[i]["text"][-SAMPLE_CHARACTERS:],
+                "text": texts[i][:SAMPLE_CHARACTERS],
+                "length": len(episodes[i].completion.tokens),
+                "score": verdicts[i].score,
             }
-            for row, done, verdict in list(zip(asked, completions, verdicts, strict=True))[:HELDOUT_SAMPLES]
+            for i in range(min(HELDOUT_SAMPLES, len(asked)))
         ],
     }
     if turns is not None:
         by_episode = groupby(turns.to_pylist(), key=itemgetter("group"))
         content["episodes"] = episode_means([[*rows] for _, rows in by_episode])
     return content, turns
+
+
+UNCHECKED_OUTCOMES: dict[VerdictOutcome, str] = {"timeout": "timed out", "crashed": "crashed"}
+"""Outcomes by which nothing was checked, in words."""
+JUDGE = "judge"
+"""The outcome of an episode whose last turn the verifier reads."""
+
+
+def counts(outcome: str, config: RunConfig) -> bool:
+    """True if a completion with this outcome counts in the loss and in the baseline of its group."""
+    left_out = config.environment is not None and config.environment.failed == "leave_out"
+    return not (left_out and outcome in UNCHECKED_OUTCOMES)
+
+
+class Ending(NamedTuple):
+    group: int
+    outcome: str
+    reward: float
+    detail: str
+    text: str
+    finish: str
+
+
+def stored_endings(rollouts: pa.Table, turns: pa.Table | None) -> list[Ending]:
+    rows = rollouts.select([*COMPLETION_KEY, "text", "finish"]).to_pylist()
+    if turns is None:
+        return [Ending(row["group"], JUDGE, 0.0, "", row["text"], row["finish"]) for row in rows]
+    played: dict[Key, list[dict[str, Any]]] = {}
+    for turn in turns.select([*COMPLETION_KEY, "text", "reward", "outcome", "detail"]).to_pylist():
+        played.setdefault(key_of(turn), []).append(turn)
+
+    def ending(row: Mapping[str, Any]) -> Ending:
+        said = played[key_of(row)]
+        total, last = sum(turn["reward"] for turn in said), said[-1]
+        return Ending(row["group"], last["outcome"], total, last["detail"], last["text"], row["finish"])
+
+    return [ending(row) for row in rows]
+
+
+class ScoredEpisode(NamedTuple):
+    """`score` is the reward without what other verifiers add."""
+
+    verdict: Verdict
+    reward: float
+    score: float
+
+
+def answers(asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[Answer]:
+    found, rows = list[Answer](), {row["group"]: row for row in asked}
+    for one in endings:
+        if one.outcome == JUDGE:
+            row, finish = rows[one.group], "stop" if one.finish == "stop_string" else one.finish
+            found.append(Answer(row["text"], one.text, row["reference"], finish, row.get("columns", "")))
+    return found
+
+
+def score(verifier: Verifier, asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[ScoredEpisode]:
+    verdicts = iter(verifier.verify(answers(asked, endings)))
+    found = []
+    for one in endings:
+        if one.outcome == JUDGE:
+            verdict = next(verdicts)
+            # Adding 0 would take the sign off a score of -0.
+            both = (verdict.reward, verdict.score)
+            found.append(ScoredEpisode(verdict, *(value + one.reward if one.reward else value for value in both)))
+        else:
+            right = float(one.outcome == "right")
+            found.append(
+                ScoredEpisode(Verdict(right, cast(VerdictOutcome, one.outcome), one.detail), one.reward, one.reward)
+            )
+    return found
+
+
+def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> None:
+    if (text := failures(run.config, verdicts)) is not None:
+        run.console.note(f"{what}: {text}")
+
+
+def refuse_failed(config: RunConfig, turns: pa.Table) -> None:
+    """Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment."""
+    ended = turns.filter(pc.not_equal(turns["outcome"], "")).select(["turn", "outcome", "detail"]).to_pylist()
+    for all_ended, where in (
+        (not any(row["turn"] for row in ended), "before the policy's first turn"),
+        (all(row["outcome"] in UNCHECKED_OUTCOMES for row in ended), "in the environment"),
+    ):
+        if ended and all_ended:
+            assert config.environment is not None, "without one the policy speaks"
+            first = f"{ended[0]['outcome']}: {ended[0]['detail']}".removesuffix(": ")
+            name = config.environment.name
+            raise UserError(
+                f"environment.name={name}: all {len(ended)} episodes ended {where}, the first of them as {first}"
+            )
+
+
+def failures(config: RunConfig, verdicts: Sequence[Verdict]) -> str | None:
+    """A line on answers that a verifier could not check. Raises UserError: none could be checked."""
+    failed = [verdict for verdict in verdicts if verdict.outcome in UNCHECKED_OUTCOMES]
+    lines, total = list[str](), len(verdicts)
+    if failed:
+        counts = Counter(verdict.outcome for verdict in failed)
+        how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in UNCHECKED_OUTCOMES.items() if counts[outcome])
+        lines.append(f"{len(failed)} of {total} answers could not be checked ({how}): {failed[0].detail}")
+    if failed and len(failed) == total:
+        named = [] if config.environment is None else [f"environment.name={config.environment.name}"]
+        raise UserError(f"{', '.join([*named, f'reward.verifier={config.reward.verifier}'])}: {lines[0]}")
+    others = [(part.name, each) for each in verdicts for part in each.added if part.outcome in UNCHECKED_OUTCOMES]
+    if others:
+        found = Counter(name for name, _ in others)
+        parts = ", ".join(f"{count} of {total} by reward.others.{name}" for name, count in found.items())
+        lines.append(f"not checked: {parts}: {others[0][1].detail}")
+    return "; ".join(lines) or None

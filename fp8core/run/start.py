@@ -1,16 +1,9 @@
-"""The work before the first iteration, committed as step 0: the initial policy, its first scales, its accuracy.
-
-A model from scratch begins with a supervised warm start: it learns the task's two styles before GRPO chooses between
-them. A checkpoint may learn the user's own demonstrations. Every precision of a comparison starts from the same policy.
-On a CPU the warm start is computed in FP32, whatever the contract. A resident trainer that takes it over is built for
-formats of its own.
-"""
+"""The work before the first iteration, committed as step 0: the initial policy, its first scales, its accuracy."""
 
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,14 +29,13 @@ from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.fingerprint import masters_digest
 from fp8core.progress import tell_progress
 from fp8core.rl.batch import TokenBatch
+from fp8core.run.batches import read_scales, store_scales
 from fp8core.run.build import build_engine, build_sft_trainer
 from fp8core.run.context import RunContext, gc_freeze
 from fp8core.run.execute import TaskResult, run_task
 from fp8core.run.policy import initial_trainer, push
 from fp8core.run.precision_gap import measure_gap
-from fp8core.run.recompute import recompute_damaged
-from fp8core.run.rollouts import heldout_accuracy, heldout_episodes, prompt_table
-from fp8core.run.scoring import read_scales, store_scales
+from fp8core.run.rollouts import heldout_artifacts, prompt_table
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import canonical_json, parse_model
 from fp8core.store.ledger import START
@@ -63,11 +55,11 @@ def warm_start(run: RunContext) -> TaskResult:
         digest = masters_digest(weights, _digest_device(run.config.training))
         return {"policy": store.put_json("policy", {"version": 0, "weights_digest": digest}), **outputs}
 
-    return _once(run, "warm_start", {"revision": run.model_revision}, body)
+    return run_task(run, START, "warm_start", {"revision": run.model_revision}, body)
 
 
 def _digest_device(training: TrainingConfig) -> torch.device:
-    """A GPU where this process has one, since a CPU reads billions of weights for long. The digest is the same."""
+    """A CPU reads billions of weights for long. The digest is the same."""
     return torch.device(trainer_of(training).device(training) if torch.cuda.is_available() else "cpu")
 
 
@@ -82,8 +74,6 @@ def build_workers(run: RunContext) -> None:
 
 
 def first_scales(run: RunContext) -> TaskResult:
-    """Scales of policy 0, from a pass over the first prompts: nothing is generated before they exist."""
-
     def body() -> dict[str, Ref]:
         problems = run.source.training(1, run.config.rollout.prompts_per_step, run.config.seed)
         prompts = prompt_table(run, problems)["tokens"].to_pylist()
@@ -95,7 +85,7 @@ def first_scales(run: RunContext) -> TaskResult:
             raise
         return {"scales": store_scales(run, 0, amax)}
 
-    return _once(run, "calibrate", {}, body)
+    return run_task(run, START, "calibrate", {}, body)
 
 
 def _refuse_not_finite(run: RunContext, error: GroupNotFinite) -> None:
@@ -107,12 +97,9 @@ def _refuse_not_finite(run: RunContext, error: GroupNotFinite) -> None:
 def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
     def body() -> dict[str, Ref]:
         push(run, read_scales(run, scales))
-        if run.config.environment is not None:
-            return heldout_episodes(run, START)
-        content, _ = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts)
-        return {"evaluation": run.directory.store.put_json("evaluation", content)}
+        return heldout_artifacts(run, START)
 
-    result = _once(run, "evaluate", {"scales": scales.digest}, body)
+    result = run_task(run, START, "evaluate", {"scales": scales.digest}, body)
     if result.reused and run.directory.ledger.step(START) is None:
         # The manifest of step 0, which is yet to be written, records what the engine holds.
         push(run, read_scales(run, scales))
@@ -121,7 +108,7 @@ def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
 
 def first_stream(run: RunContext) -> TaskResult:
     empty = STREAM.empty_table()
-    return _once(run, "stream", {}, lambda: {"stream": run.directory.store.put_table("stream", empty)})
+    return run_task(run, START, "stream", {}, lambda: {"stream": run.directory.store.put_table("stream", empty)})
 
 
 def precision_gap(run: RunContext, scales: Ref, evaluation: Ref) -> TaskResult:
@@ -133,21 +120,11 @@ def precision_gap(run: RunContext, scales: Ref, evaluation: Ref) -> TaskResult:
             push(run, in_force)
         return {"precision_gap": store.put_json("precision_gap", measure_gap(run, in_force, measured))}
 
-    return _once(run, "precision_gap", {"scales": scales.digest, "evaluation": evaluation.digest}, body)
-
-
-def _once(run: RunContext, name: str, parts: Mapping[str, Any], body: Callable[[], dict[str, Ref]]) -> TaskResult:
-    """Run a task of step 0 (`run_task`), or take what is stored, and make its damaged files again."""
-    result = run_task(run, START, name, parts, body)
-    if result.reused:
-        recompute_damaged(run, START, name, result.entry.outputs, body)
-    return result
+    return run_task(run, START, "precision_gap", {"scales": scales.digest, "evaluation": evaluation.digest}, body)
 
 
 def shared_weights(run: RunContext, config: WarmStartConfig) -> tuple[Ref, FileTensors]:
-    """The warm start of this configuration: trained once, then shared by every run of the same folder of runs.
-
-    It does not depend on the precision contract, so runs that compare precisions start from one policy."""
+    """The warm start of this configuration: trained once, then shared by every run of the same folder of runs."""
     own = config.demonstrations is not None
     rows = own_demonstrations(run.config, config, run.tokenizer, run.arch.max_positions) if own else None
     shelf = run.config.runs.absolute() / "warm_starts"
@@ -212,7 +189,7 @@ def train_on_demonstrations(
     batch: Callable[[int], Sequence[TokenisedDemonstration]],
     progress: Callable[[int, float], None],
 ) -> None:
-    """Train with a cosine schedule; `progress` hears each step's index and mean cross-entropy (nats a token)."""
+    """`progress` hears each step's index and mean cross-entropy (nats a token)."""
     for step in range(config.steps):
         try:
             loss = trainer.sft_step(demonstrated(batch(step)), _learning_rate(config, step))
@@ -243,10 +220,6 @@ class ReferenceSftTrainer:
         return {name: tensor.detach() for name, tensor in self._masters.items()}
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
-        """As `SftTrainer.sft_step`; a loss that is not finite is returned and not learnt from.
-
-        Raises NotFiniteError: the gradient norm is NaN or infinite.
-        """
         loss = self._cross_entropy(batch)
         if not math.isfinite(loss.item()):
             return loss.item()
@@ -276,7 +249,7 @@ class ReferenceSftTrainer:
 
 
 def _by_length(batch: TokenBatch) -> Iterator[TokenBatch]:
-    """Two halves at most, so that little padding is computed: rows at or below the mean length, and longer ones."""
+    """Two halves at most, so that little padding is computed."""
     lengths = batch.valid.sum(dim=1)
     short = lengths <= lengths.double().mean()
     for chosen in (short, ~short):

@@ -1,9 +1,4 @@
-"""Verify a run's folder: every digest, and every link of the chain of records.
-
-The ledger names artifacts, checkpoints and manifests by their digests. A manifest's record names what each task read
-and stored, and the record of the step before. So the last record vouches for the whole run; MLflow holds its digest
-(`flows.tracking.chain_head`). The run may be live: entries that are not committed yet are left out.
-"""
+"""Verify a run's folder, which may be live: every digest, and every link of the chain of records."""
 
 import hashlib
 import itertools
@@ -31,10 +26,7 @@ Watch = Callable[[StepManifest], None]
 
 
 def verify(view: RunView, report: Report | None = None, watch: Watch | None = None) -> Iterator[Finding]:
-    """All findings, those of the quick checks first.
-
-    `report` is called with each number of bytes of artifacts and checkpoints that was read, `verified_bytes` in all,
-    `watch` with the manifest of each step."""
+    """`report` is called with each number of bytes that was read, `watch` with the manifest of each step."""
     yield from view.problems
     yield from _order(view)
     yield from _manifests(view, watch)
@@ -43,7 +35,6 @@ def verify(view: RunView, report: Report | None = None, watch: Watch | None = No
 
 
 def _order(view: RunView) -> Iterator[Finding]:
-    """Steps follow one another without gaps; only a redo names a step that is committed."""
     expected = START
     for line, entry in view.entries:
         match entry:

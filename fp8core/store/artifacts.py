@@ -1,11 +1,4 @@
-"""Content-addressed files of a run (parquet tables, safetensors, JSON), and the shards of its unfinished steps.
-
-A file is named by the SHA-256 of its bytes. Equal content gives equal bytes, so that a redo of a step is compared by
-digests. A file is written once and never changed; a reader checks its digest, then its content.
-
-A shard holds finished prompt groups, or episodes, of the step that is being generated: `<number>-<SHA-256>.parquet`,
-durable one by one. When the step's whole table is committed, the shards are removed.
-"""
+"""Content-addressed files of a run, named by the SHA-256 of their bytes, and the shards of its unfinished steps."""
 
 import hashlib
 import io
@@ -18,13 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError
-from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 from torch import Tensor
 
 from fp8core import durable
-from fp8core.errors import StoredFileError, printable
+from fp8core.errors import StoredFileError
 from fp8core.models.safetensors_files import FileTensors
 from fp8core.store.json_text import Bytes, canonical_json, parse_model
 from fp8core.store.layout import ARTIFACTS
@@ -67,7 +58,6 @@ def encode_table(table: pa.Table) -> bytes:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Every problem of a file as an ArtifactError."""
     try:
         yield
     except ArtifactError:
@@ -102,7 +92,7 @@ class ArtifactStore:
     """The artifacts of one run directory. Safe for threads."""
 
     def __init__(self, root: Path, origin: Path | None = None) -> None:
-        """`root` is the run directory, created by the first put. Missing files are read from the directory `origin`."""
+        """Missing files are read from the directory `origin`."""
         self._root = root
         self._origin = origin
 
@@ -110,16 +100,14 @@ class ArtifactStore:
         own = self._root / ref.uri
         return own if self._origin is None or own.exists() else self._origin / ref.uri
 
-    def damage(self, ref: Ref) -> ArtifactError | None:
-        """The error of the file of a reference; None when it has its digest."""
+    def is_intact(self, ref: Ref) -> bool:
         try:
             _check_content(self.path(ref), ref.digest)
-        except ArtifactError as error:
-            return error
-        return None
+        except ArtifactError:
+            return False
+        return True
 
     def put_back(self, ref: Ref, source: "ArtifactStore") -> None:
-        """Copy the file of another store, unless it is here. Raises ArtifactError; UserError (the disk)."""
         found = source.path(ref)
         _check_content(found, ref.digest)
         durable.ensure_copy(self._root / ref.uri, found, ref.digest)
@@ -128,32 +116,23 @@ class ArtifactStore:
         return self._commit(kind, "parquet", encode_table(table))
 
     def get_table(self, ref: Ref, columns: Sequence[str] | None = None) -> pa.Table:
-        """A stored table, or those of some columns that it has, of its kind's schema. Raises ArtifactError."""
         return _decoded(self._read(ref), ref.kind, self.path(ref), columns)
 
     def put_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> Ref:
-        """Store named tensors, of any device and strides, as safetensors. Raises UserError when the disk refuses."""
         copies = {
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in sorted(tensors.items())
         }
         return self._commit(kind, "safetensors", encode_tensors(copies, _METADATA))
 
-    def get_tensors(self, ref: Ref) -> dict[str, Tensor]:
-        try:
-            return dict(sorted(decode_tensors(self._read(ref)).items()))
-        except (SafetensorError, ValueError) as error:
-            raise ArtifactError(f"{self.path(ref)}: {printable(str(error))}") from error
-
     def file_tensors(self, ref: Ref) -> FileTensors:
-        """`get_tensors` that are read one at a time; the digest of the whole file is checked here."""
+        """Read one at a time; the digest of the whole file is checked here."""
         path = self.path(ref)
         _check_content(path, ref.digest)
         with _reading(path):
             return FileTensors(dict(sorted(tensor_header(path).items())))
 
     def put_json(self, kind: str, value: Any) -> Ref:
-        """Store a value as canonical JSON. Raises UserError: NaN or infinity (with its key), the disk."""
         return self._commit(kind, "json", canonical_json(value, kind))
 
     def get_json(self, ref: Ref) -> Any:
@@ -175,39 +154,26 @@ class ArtifactStore:
 
 
 class RolloutShards:
-    """The shards of one folder, tables of one kind, which the first `append` creates; one writer."""
-
-    def __init__(self, folder: Path, kind: str = "rollouts") -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._kind = kind
-        self._next: int | None = None
 
     def append(self, table: pa.Table) -> None:
         buffer = io.BytesIO()
         # Half the time of an artifact: tokens and log-probs seldom repeat, and building a dictionary takes longest.
         pq.write_table(table, buffer, compression="zstd", use_dictionary=False, store_schema=False)
         data = buffer.getvalue()
-        if self._next is None:
-            committed = self._committed()
-            self._next = int(committed[-1].name.split("-")[0]) + 1 if committed else 0
-        durable.write_file(self._folder / f"{self._next:06d}-{hashlib.sha256(data).hexdigest()}.parquet", data)
-        self._next += 1
+        number = max((int(path.name.split("-")[0]) + 1 for path in self._committed()), default=0)
+        durable.write_file(self._folder / f"{number:06d}-{hashlib.sha256(data).hexdigest()}.parquet", data)
 
     def read(self) -> pa.Table | None:
-        """The rows of all shards in the order of their `append`, None when there is none. Raises ArtifactError."""
-        tables = [self._table(path) for path in self._committed()]
-        return pa.concat_tables(tables) if tables else None
-
-    def discard_damaged(self) -> list[ArtifactError]:
-        """Remove damaged shards, so that what they hold counts as unfinished; returns the error of each."""
-        found = []
+        """In the order of their `append`. A damaged shard is removed: what it held counts as unfinished."""
+        tables = []
         for path in self._committed():
             try:
-                self._table(path)
-            except ArtifactError as error:
+                tables.append(_decoded(read_checked(path, path.stem.split("-")[1]), "shards", path))
+            except ArtifactError:
                 path.unlink()
-                found.append(error)
-        return found
+        return pa.concat_tables(tables) if tables else None
 
     def clear(self) -> None:
         for path in self._committed():
@@ -218,9 +184,6 @@ class RolloutShards:
 
     def _committed(self) -> list[Path]:
         return sorted(self._folder.glob("[0-9]*-*.parquet"))
-
-    def _table(self, path: Path) -> pa.Table:
-        return _decoded(read_checked(path, path.stem.split("-")[1]), self._kind, path)
 
 
 def _decoded(data: bytes, kind: str, path: Path, columns: Sequence[str] | None = None) -> pa.Table:

@@ -1,8 +1,4 @@
-"""Compare two steps or two runs: their records, metrics and stored contents.
-
-A record has fields that a step computes (seeds, inputs and outputs of its tasks, scales, weights), fields for its
-circumstances (`causes`), and its predecessor. The last differs as soon as any earlier record does.
-"""
+"""Compare two steps or two runs: their records, metrics and stored contents."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,15 +6,14 @@ from textwrap import shorten
 from typing import Any
 
 import pyarrow as pa
-import torch
 from pydantic import JsonValue
 
 from fp8core.config.layers import leaves
 from fp8core.config.load import NON_NUMERIC_KEYS
-from fp8core.config.run import RunConfig, public_dump
+from fp8core.config.run import public_dump
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactStore, Ref
-from fp8core.store.json_text import Difference, shown, value_differences
+from fp8core.store.json_text import Difference, value_differences
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, START_TASKS, stored_metrics
 from fp8core.store.manifest import Content, Contents, StepRecord
@@ -33,55 +28,30 @@ _SECTIONS = ("rollout", "reward", "alignment", "kv", "correction", "train")
 Artifacts = Mapping[str, Content]
 
 
-@dataclass(frozen=True)
-class MetricDifference:
-    """One metric with two values; None where it is absent."""
-
-    name: str
-    ours: float | None
-    theirs: float | None
-
-    @property
-    def by(self) -> float | None:
-        return None if self.ours is None or self.theirs is None else abs(self.ours - self.theirs)
-
-    def __str__(self) -> str:
-        by = "" if self.by is None else f" (by {self.by:.3g})"
-        return f"{self.name}: {shown(self.ours)} against {shown(self.theirs)}{by}"
-
-
 def first_difference(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> Difference | None:
-    """The first computed field in which the two differ: seeds, inputs and outputs task by task, scales, weights.
-
-    Tasks are sorted by `order` (the names of the pipeline's steps), those of step 0 by `START_TASKS`; others come
-    last."""
+    """Tasks are sorted by `order` (the names of the pipeline's steps), those of step 0 by `START_TASKS`."""
     return next(_differences(ours, theirs, order), None)
 
 
 def causes(ours: StepRecord, theirs: StepRecord) -> list[Difference]:
-    """Every difference in the circumstances: configuration, code, precision, libraries, ... (`CAUSES`)."""
     left, right = (_circumstances(record) for record in (ours, theirs))
     return [found for field in CAUSES for found in value_differences(field, left[field], right[field])]
 
 
 def metric_differences(
     ours: Mapping[str, float], theirs: Mapping[str, float], relative: float = 0.0, absolute: float = 0.0
-) -> list[MetricDifference]:
-    """Metrics that differ, in the order of the iteration.
-
-    Two values agree within `absolute`, or within `relative` times the larger magnitude."""
+) -> list[Difference]:
+    """Two values agree within `absolute`, or within `relative` times the larger magnitude."""
     names = sorted({*ours, *theirs}, key=lambda name: (_rank(name.partition("/")[0], _SECTIONS), name))
     found = []
     for name in names:
-        both = MetricDifference(name, ours.get(name), theirs.get(name))
-        bound = max(absolute, relative * max(abs(both.ours or 0.0), abs(both.theirs or 0.0)))
-        if both.by is None or not both.by <= bound:
-            found.append(both)
+        left, right = ours.get(name), theirs.get(name)
+        if left is None or right is None or abs(left - right) > max(absolute, relative * max(abs(left), abs(right))):
+            found.append(Difference(name, left, right))
     return found
 
 
 def content_differences(field: str, ours: Contents, theirs: Contents) -> Iterator[Difference]:
-    """The artifacts (`field.task.name`) that differ between two records, or a record and a ledger, task by task."""
     for task in sorted({*ours, *theirs}):
         yield from _of_task(field, task, ours.get(task, {}), theirs.get(task, {}))
 
@@ -120,23 +90,18 @@ def _rank(name: str, names: Sequence[str]) -> int:
 
 
 _NOTED = ("steps", "level")
-# Shown library by library and field by field; of all other circumstances the first difference is enough.
-_IN_FULL = ("versions",)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences of two runs.
-
-    `configuration` has settings that determine numbers, `notes` have the others. `circumstances` are fields of the
-    records that can explain a difference, each with the first step in which it differs. `last`: the last step of each
-    run."""
+    """`configuration` has settings that determine numbers, `notes` the others; `circumstances` and `first_*` have the
+    first step of each; `last`: the last step of each run."""
 
     configuration: list[Difference]
     notes: list[Difference]
     circumstances: list[tuple[int, Difference]]
     first_step: tuple[int, Difference] | None
-    first_metric: tuple[int, MetricDifference] | None
+    first_metric: tuple[int, Difference] | None
     common: list[int]
     last: tuple[int, int]
 
@@ -146,7 +111,7 @@ class Comparison:
 
 
 def compare(ours: RunView, theirs: RunView) -> Comparison:
-    """Compare two runs. Raises UserError: no common step, or a ledger, a manifest or metrics are damaged."""
+    """Raises UserError: no common step, or a ledger, a manifest or metrics are damaged."""
     runs = (ours, theirs)
     for run in runs:
         for problem in run.problems:
@@ -171,7 +136,8 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
             if found.path in _NOTED:
                 notes.setdefault(found.path, found)
             elif found.path not in explained:
-                kind = found.path if _section(found) in _IN_FULL else _section(found)
+                # Shown library by library; of other circumstances the first difference is enough.
+                kind = found.path if _section(found) == "versions" else _section(found)
                 circumstances.setdefault(kind, (step, found))
         difference = first_difference(here, there, order)
         if difference is not None:
@@ -194,50 +160,38 @@ def _section(found: Difference) -> str:
 
 
 def _settings(ours: RunView, theirs: RunView) -> list[Difference]:
-    runs = (ours, theirs)
-    configs = with_equal_steps([run.config for run in runs])
     left, right = (
-        leaves(run.description.config if config is None else public_dump(config))
-        for run, config in zip(runs, configs, strict=True)
+        leaves(run.description.config if run.config is None else public_dump(run.config)) for run in (ours, theirs)
     )
-    return [
-        Difference(key, left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)
-    ]
+    differing = without_steps_of_modes([key for key in {**left, **right} if left.get(key) != right.get(key)])
+    return [Difference(key, left.get(key), right.get(key)) for key in differing]
 
 
-def with_equal_steps(configs: Sequence[RunConfig | None]) -> list[RunConfig | None]:
-    """Configurations of several modes with the steps of the first one, so that of these only the mode differs."""
-    known = [config.pipeline for config in configs if config is not None]
-    if len({pipeline.mode for pipeline in known}) < 2:
-        return [*configs]
-    steps = {"steps": known[0].steps, "carries": known[0].carries}
-    return [
-        config and config.model_copy(update={"pipeline": config.pipeline.model_copy(update=steps)})
-        for config in configs
-    ]
+def without_steps_of_modes(differing: list[str]) -> list[str]:
+    """Another mode has other steps, which nobody has set."""
+    if "pipeline.mode" not in differing:
+        return differing
+    return [key for key in differing if not key.startswith(("pipeline.steps.", "pipeline.carries."))]
 
 
-def _metric(runs: Sequence[RunView], step: int) -> MetricDifference | None:
+def _metric(runs: Sequence[RunView], step: int) -> Difference | None:
     ours, theirs = (stored_metrics(run.ledger, ArtifactStore(run.folder), step) for run in runs)
-    differences = metric_differences(ours, theirs)
     # Runs of two modes have metrics that differ in name alone; one that both measured comes first.
-    both = [found for found in differences if found.by is not None]
-    return next(iter(both or differences), None)
+    return min(metric_differences(ours, theirs), key=lambda each: None in (each.ours, each.theirs), default=None)
 
 
 def content_difference(ours: ArtifactStore, our_ref: Ref, theirs: ArtifactStore, their_ref: Ref) -> str | None:
-    """One line on the first difference of two artifacts of one kind, None for equal values. Raises ArtifactError."""
+    """One line on the first difference of two artifacts of one kind. Raises ArtifactError."""
     match our_ref.uri.rpartition(".")[2]:
         case "json":
             return value_difference(ours.get_json(our_ref), theirs.get_json(their_ref))
         case "parquet":
             return table_difference(ours.get_table(our_ref), theirs.get_table(their_ref))
         case _:
-            return tensor_difference(ours.get_tensors(our_ref), theirs.get_tensors(their_ref))
+            return None
 
 
 def value_difference(ours: JsonValue, theirs: JsonValue) -> str | None:
-    """The first place in which two JSON values differ, such as `layers[1].q: 0.5 against 0.25`."""
     found = next(value_differences("", ours, theirs), None)
     return None if found is None else shorten(str(found).removeprefix("."), 160, placeholder="...")
 
@@ -249,12 +203,3 @@ def table_difference(ours: pa.Table, theirs: pa.Table) -> str | None:
         if (found := value_difference(left, right)) is not None:
             return f"row {row}, column {found}"
     return None if ours.num_rows == theirs.num_rows else f"{ours.num_rows} rows against {theirs.num_rows}"
-
-
-def tensor_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str | None:
-    for name in sorted({*ours, *theirs}):
-        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
-            return f"tensor {name}: of another shape, or on one side alone"
-        if differing := int((ours[name] != theirs[name]).sum()):
-            return f"tensor {name}: {differing} of {ours[name].numel()} elements differ"
-    return None

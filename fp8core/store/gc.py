@@ -1,30 +1,23 @@
-"""Remove artifacts and checkpoints of a run by its `artifacts.keep`.
-
-A kept step keeps every artifact that it made or starts from. Kept are step 0, the steps that a rule selects, and the
-steps from the last intact checkpoint on. In a run that generates ahead that checkpoint is older than every policy that
-the next step scores tokens with. The other steps keep their manifest, metrics and policy, which curves, MLflow and the
-chain need. All functions are for the holder of the run's lock.
-"""
+"""Remove artifacts and checkpoints by `artifacts.keep`; a step that is kept has all that it made or starts from."""
 
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from fp8core.config.run import KeepConfig
 from fp8core.durable import folder_digest, remove_folder
 from fp8core.errors import StoredFileError, UserError
-from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import ARTIFACTS, CHECKPOINTS, LEDGER
-from fp8core.store.ledger import CARRIED_KINDS, START, Ledger, LedgerView, RemovalEntry, stored_metrics
+from fp8core.store.ledger import CARRIED_KINDS, START, Ledger, LedgerView, RemovalEntry
 
 _STAYS = frozenset({"metrics", "policy"})
 _CONTENT = re.compile(r"[0-9a-f]{64}\.[a-z]+")
 
 
 class RemovedFile(NamedTuple):
-    """A file, or the folder of a checkpoint, by its path in the run's folder; `kind` is `orphan` without a line."""
+    """`kind` is `checkpoint`, that of an artifact, or `orphan` without a line in the ledger."""
 
     uri: str
     kind: str
@@ -32,38 +25,21 @@ class RemovedFile(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """A plan for `remove`: the finished steps that are kept and dropped, and the files that go."""
-
     kept: list[int]
     dropped: list[int]
     files: list[RemovedFile]
 
 
-def kept_steps(keep: KeepConfig, steps: Collection[int], values: Mapping[int, float]) -> set[int]:
-    """The finished steps that the rules select; between equal values of `keep.best.metric` the later is better."""
+def kept_steps(keep: KeepConfig, steps: Collection[int]) -> set[int]:
     every = [] if keep.every is None else [step for step in steps if step % keep.every == 0]
-    best = []
-    if keep.best is not None:
-        sign = 1 if keep.best.mode == "max" else -1
-        best = sorted(values, key=lambda step: (sign * values[step], step))[-keep.best.count :]
-    return {START, *every, *sorted(steps)[-keep.last :], *best}
-
-
-def metric_values(ledger: LedgerView, store: ArtifactStore, metric: str) -> dict[int, float]:
-    """A metric of all finished iterations that have it. Raises ArtifactError."""
-    recorded = {step: stored_metrics(ledger, store, step) for step in ledger.steps() if step > START}
-    return {step: metrics[metric] for step, metrics in recorded.items() if metric in metrics}
+    return {START, *every, *sorted(steps)[-keep.last :]}
 
 
 def plan_removal(folder: Path, keep: KeepConfig | None, published: int | None = None, reach: int = 0) -> Removal:
-    """Plan what to remove from a run's folder; without `keep` only files that the ledger does not name.
-
-    Steps after `published` are kept (None: all are published). So are those from a checkpoint on that is `reach`
-    updates older than the last step (`pipeline.reach`). Raises UserError: a file that is needed cannot be read, or no
-    step has the metric of `keep.best`."""
-    ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
+    """`published`: the last step that MLflow has (None: all); `reach`: as of `pipeline.reach`. Raises UserError."""
+    ledger = LedgerView.read(folder / LEDGER)
     ledger.refuse_gap(START, max(ledger.steps(), default=START - 1))
-    kept = set(ledger.steps()) if keep is None else _kept(folder, keep, ledger, store, reach)
+    kept = set(ledger.steps()) if keep is None else _kept(folder, keep, ledger, reach)
     kept |= {step for step in ledger.steps() if published is not None and step > published}
     dropped = ledger.steps().keys() - kept
     kinds = {ref.digest: ref.kind for step in dropped for _, ref in ledger.outputs(step)}
@@ -82,7 +58,6 @@ def plan_removal(folder: Path, keep: KeepConfig | None, published: int | None = 
 
 
 def remove(folder: Path, removal: Removal) -> None:
-    """Name the dropped steps in the ledger, then remove the files. Raises UserError: the disk refuses."""
     ledger = Ledger.open(folder / LEDGER)
     try:
         if removal.files and set(removal.dropped) - ledger.removed():
@@ -100,28 +75,23 @@ def remove(folder: Path, removal: Removal) -> None:
 
 
 def is_intact(checkpoint: Path, digest: str) -> bool:
-    """True if a checkpoint has the digest of the ledger. Raises StoredFileError: it cannot be read."""
     try:
         return folder_digest(checkpoint) == digest
     except OSError as error:
         raise StoredFileError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactStore, reach: int) -> set[int]:
+def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, reach: int) -> set[int]:
     steps = set(ledger.steps())
-    values = {} if keep.best is None else metric_values(ledger, store, keep.best.metric)
-    if keep.best is not None and not values:
-        raise UserError(f"artifacts.keep.best.metric: no step has a metric {keep.best.metric}")
     newest = max(steps, default=START) - reach
     reached = (entry for entry in ledger.last_checkpoints() if entry.step <= newest)
     ours = (entry for entry in reached if ledger.held_policy(entry) is not None)
     intact = (entry.step for entry in ours if is_intact(folder / entry.uri, entry.digest))
     resumable = next(intact, START)
-    return steps & (kept_steps(keep, steps, values) | {step for step in steps if step >= resumable})
+    return steps & (kept_steps(keep, steps) | {step for step in steps if step >= resumable})
 
 
 def _staying(ledger: LedgerView, kept: set[int]) -> set[str]:
-    """Digests of kept steps, of what they start from, and of the step that is not finished."""
     steps = ledger.steps()
     made = [(step, ref) for step in ledger.begun() for _, ref in ledger.outputs(step)]
     staying = {entry.manifest.digest for entry in steps.values()}

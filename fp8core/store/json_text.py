@@ -17,9 +17,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def canonical_json(value: Any, name: str) -> bytes:
-    """JSON with one spelling for one value: sorted keys, no spaces, ASCII.
-
-    Raises UserError: NaN or infinity, with its path of keys from `name` on; TypeError: what JSON cannot hold."""
+    """JSON with one spelling for one value. Raises UserError: NaN or infinity, with its path of keys; TypeError."""
     _refuse_non_json(value, name)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
@@ -32,7 +30,7 @@ def parse_json(data: bytes, place: object) -> Any:
 
 
 def parse_model(data: bytes, model: type[_Model], place: object) -> _Model:
-    """The content of a JSON file that one model describes. Raises StoredFileError: `place: field: problem`."""
+    """Raises StoredFileError: `place: field: problem`."""
     try:
         return model.model_validate(parse_json(data, place))
     except ValidationError as error:
@@ -40,7 +38,6 @@ def parse_model(data: bytes, model: type[_Model], place: object) -> _Model:
 
 
 def mistake(error: ValidationError) -> str:
-    """The first thing that pydantic refuses, with its field, in one line; and how many more there are."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     parts = [printable(part)[:_SHOWN] for part in (field, first["msg"]) if part]
@@ -50,7 +47,7 @@ def mistake(error: ValidationError) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """One field of two records: its path, such as `outputs.train.next_policy`, and both values; None where absent."""
+    """`path`: such as `outputs.train.next_policy`; None: absent."""
 
     path: str
     ours: JsonValue
@@ -65,7 +62,7 @@ class Difference:
 
 
 def value_differences(path: str, ours: JsonValue, theirs: JsonValue) -> Iterator[Difference]:
-    """The leaves below `path` in which two JSON values differ; lists of different lengths are leaves."""
+    """Lists of different lengths are leaves."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in {**ours, **theirs}:
             yield from value_differences(f"{path}.{key}", ours.get(key), theirs.get(key))
@@ -77,7 +74,6 @@ def value_differences(path: str, ours: JsonValue, theirs: JsonValue) -> Iterator
 
 
 def shown(value: JsonValue) -> str:
-    """A value for a line of text: digests are cut, an artifact is its digest and its size."""
     match value:
         case None:
             return "absent"

@@ -1,8 +1,7 @@
 """The ledger of a run: what is committed, one JSON line an event, fsynced line by line.
 
-A torn last line (`durable`) was never acknowledged; `Ledger.open` cuts it off. Iterations count from 1. Step 0
-precedes them (warm start, first scales, first evaluation), so that the policy after step n is version n. When a task or
-a step was computed again, its later entry wins.
+A torn last line was never acknowledged. Step 0 precedes the iterations (warm start, first scales, first evaluation),
+so that the policy after step n is version n. When a task or a step was computed again, its later entry wins.
 """
 
 import hashlib
@@ -11,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -112,10 +111,10 @@ Entry = Annotated[
 ]
 
 ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
+_Found = TypeVar("_Found", bound=_Entry)
 
 
 def _read(path: Path) -> tuple[list[Entry], int]:
-    """The entries of a ledger, one a line, and where its last whole line ends."""
     try:
         lines, end = durable.read_lines(path)
     except OSError as error:
@@ -130,24 +129,18 @@ def _read(path: Path) -> tuple[list[Entry], int]:
 
 
 class LedgerView:
-    """The entries of a ledger, read-only: the run may be live. Later ones of a task or a step replace earlier ones."""
-
     def __init__(self, path: Path, entries: Sequence[Entry] = ()) -> None:
         self._path = path
         self.entries = list[Entry]()
         self._tasks: dict[int, dict[str, TaskEntry]] = {}
         self._steps: dict[int, StepEntry] = {}
-        self._checkpoints: list[CheckpointEntry] = []
-        self._segments: list[SegmentEntry] = []
         self._redone: dict[int, dict[str, RedoEntry]] = {}
-        self._bounds: list[BoundEntry] = []
-        self._removed: set[int] = set()
         for entry in entries:
             self._add(entry)
 
     @classmethod
     def read(cls, path: Path) -> "LedgerView":
-        """The entries of this moment. Raises UserError: no ledger, or a malformed line (file:line)."""
+        """Raises UserError: no ledger, or a malformed line (file:line)."""
         return LedgerView(path, _read(path)[0])
 
     def _add(self, entry: Entry) -> None:
@@ -159,16 +152,13 @@ class LedgerView:
                 self._redone.get(entry.step, {}).pop(entry.task, None)
             case StepEntry():
                 self._steps[entry.step] = entry
-            case CheckpointEntry():
-                self._checkpoints.append(entry)
-            case SegmentEntry():
-                self._segments.append(entry)
             case RedoEntry():
                 self._redone.setdefault(entry.step, {})[entry.task] = entry
-            case BoundEntry():
-                self._bounds.append(entry)
-            case RemovalEntry():
-                self._removed |= set(entry.steps)
+            case _:
+                pass
+
+    def _of(self, kind: type[_Found]) -> list[_Found]:
+        return [entry for entry in self.entries if isinstance(entry, kind)]
 
     def holds_work(self) -> bool:
         """True if any task is finished; before that, the run's configuration may still change."""
@@ -178,7 +168,6 @@ class LedgerView:
         return dict(self._tasks.get(step, {}))
 
     def begun(self) -> list[int]:
-        """Steps with a finished task or a redo, in order."""
         return sorted(self._tasks.keys() | self._redone.keys())
 
     def artifacts(self, step: int) -> dict[str, Ref]:
@@ -217,11 +206,10 @@ class LedgerView:
         return max(self._steps, default=None)
 
     def checkpoints(self) -> list[CheckpointEntry]:
-        return list(self._checkpoints)
+        return self._of(CheckpointEntry)
 
     def last_checkpoints(self) -> list[CheckpointEntry]:
-        """The checkpoint of each step that was written last, from the last one back."""
-        return list({entry.step: entry for entry in self._checkpoints}.values())[::-1]
+        return list({entry.step: entry for entry in self.checkpoints()}.values())[::-1]
 
     def held_policy(self, entry: CheckpointEntry) -> Ref | None:
         """The policy that the run went on from after a step, if the checkpoint holds it; None: a redo gave another."""
@@ -231,31 +219,28 @@ class LedgerView:
         return next((ref for ref in effective if ref.kind == "policy" and ref.digest == digest), None)
 
     def segments(self) -> list[SegmentEntry]:
-        return list(self._segments)
+        return self._of(SegmentEntry)
 
     def last_segment(self) -> SegmentEntry | None:
-        return self._segments[-1] if self._segments else None
+        return next(reversed(self.segments()), None)
 
     def was_cut(self, number: int) -> bool:
         """True if a process began between the first task of a finished step and its commit."""
         began = min(task.started for task in self._tasks[number].values())
         ended = self._steps[number].committed_ms / 1000
-        return any(began < segment.started < ended for segment in self._segments)
+        return any(began < segment.started < ended for segment in self.segments())
 
     def bounds(self, since: int) -> list[BoundEntry]:
-        return [entry for entry in self._bounds if entry.step >= since]
+        return [entry for entry in self._of(BoundEntry) if entry.step >= since]
 
     def removed(self) -> set[int]:
-        """Steps whose files, but for metrics and policy, gc removed."""
-        return set(self._removed)
+        return {step for entry in self._of(RemovalEntry) for step in entry.steps}
 
     def last_bound(self) -> BoundEntry | None:
-        return self._bounds[-1] if self._bounds else None
+        return next(reversed(self._of(BoundEntry)), None)
 
 
 class Ledger(LedgerView):
-    """A ledger open for appending; the one writer holds the run's lock. Safe for threads."""
-
     def __init__(self, path: Path, file: FileIO, entries: Sequence[Entry]) -> None:
         super().__init__(path, entries)
         self._file = file
@@ -263,8 +248,7 @@ class Ledger(LedgerView):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open or create a ledger, and cut off a torn last line. Raises UserError: a malformed line (file:line), the
-        disk."""
+        """Truncates a torn last line. Raises UserError: a malformed line (file:line), the disk."""
         durable.make_folder(path.parent)
         entries, end = _read(path) if path.exists() else ([], 0)
         try:
@@ -277,7 +261,7 @@ class Ledger(LedgerView):
         return cls(path, file, entries)
 
     def append(self, *entries: Entry) -> None:
-        """Append entries durably, in one write. Raises UserError (a full disk), and then appends nothing."""
+        """In one write. Raises UserError (a full disk), and then appends nothing."""
         with self._lock:
             lines = b"".join(entry.model_dump_json().encode() + b"\n" for entry in entries)
             try:
@@ -308,7 +292,7 @@ def stored_metrics(ledger: LedgerView, store: ArtifactStore, index: int) -> dict
 
 
 class StartTask(NamedTuple):
-    """A task of step 0; the ledger has it under the name of the step that does the same later, people see `stage`."""
+    """The ledger has it under the name of the step that does the same later, people see `stage`."""
 
     stage: str
     outputs: Mapping[str, str]

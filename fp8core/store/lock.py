@@ -43,7 +43,6 @@ class RunLock:
 
 
 def is_held(path: Path) -> bool:
-    """True if a living process holds the lock; a missing file is free. Changes nothing."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,8 +1,4 @@
-"""The manifest of a step, and the versions of sources, libraries and machine that it names.
-
-A redo or a replay reproduces `record` bit for bit; `observed` differs between executions. A record names the digest of
-its predecessor's record, so that the last record vouches for the whole run.
-"""
+"""The manifest of a step, and the versions of sources, libraries and machine that it names."""
 
 import hashlib
 import os
@@ -92,7 +88,6 @@ class StepManifest(_Part):
 
 
 def record_digest(manifest: StepManifest) -> str:
-    """SHA-256 (64 hex digits) of the canonical JSON of the record."""
     return hashlib.sha256(canonical_json(manifest.record.model_dump(mode="json"), "record")).hexdigest()
 
 
@@ -123,15 +118,11 @@ _LIBRARIES = ("torch", "numpy", "pyarrow", "prefect", "mlflow")
 
 @cache
 def current_code() -> str:
-    """Digest of the sources that compute, fp8core and tasks, as this process found them first."""
     return code_version(*PACKAGES)
 
 
 def code_version(*packages: Path) -> str:
-    """SHA-256 (64 hex digits) over the sorted (relative path, content) of the sources in package folders.
-
-    Paths start with the folder's name, so that a checkout and an installed copy of the same sources agree.
-    """
+    """SHA-256 over the sorted (relative path, content) of the sources in package folders."""
     sources = sorted(
         ((package.name / path.relative_to(package)).as_posix(), path)
         for package in packages
@@ -168,7 +159,6 @@ def _cpu_model() -> str:
 
 
 def hardware() -> dict[str, JsonValue]:
-    """Processor model, logical cores (None: unknown), memory in bytes, instruction set."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

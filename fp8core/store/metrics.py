@@ -1,8 +1,4 @@
-"""The metrics of a run's steps: the names that code reads them by, and those that step 0 has from its artifacts.
-
-A history is one dict a step: the key `step` and the step's metrics. A metric that was not measured at a step (held-out
-accuracy between evaluations, the reward before the first step) is absent from its dict.
-"""
+"""The metrics of a run's steps: the names that code reads them by, and those that step 0 has from its artifacts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

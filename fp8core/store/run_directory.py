@@ -6,7 +6,7 @@
     artifacts/    content-addressed files        manifests/    one file a step
     shards/       groups of unfinished steps     checkpoints/  weights and optimiser
 
-A run that may be live is looked at without the lock: `ArtifactStore(path)` and `LedgerView.read(path / LEDGER)`.
+A run that may be live is read without the lock.
 """
 
 import os
@@ -41,15 +41,12 @@ class RunDescription(BaseModel):
 
     @property
     def tracking_uri(self) -> str | None:
-        """The tracking store that the run was begun with, without a password."""
         section = self.config.get("tracking")
         uri = section.get("uri") if isinstance(section, dict) else None
         return uri if isinstance(uri, str) else None
 
 
 class RunDirectory:
-    """The folder of a run that this process executes, from `create_or_open` to `close`."""
-
     def __init__(self, path: Path, store: ArtifactStore, lock: RunLock, ledger: Ledger, origin: Path | None) -> None:
         self.path = path
         self.store = store
@@ -59,10 +56,7 @@ class RunDirectory:
 
     @classmethod
     def create_or_open(cls, root: Path, origin: Path | None = None) -> Self:
-        """Creates or opens a run's folder, takes its lock and removes what killed writers left.
-
-        Artifacts and checkpoints that it lacks are read from `origin`, another run's folder. Raises UserError: the
-        folder cannot be written, another process holds it (with its pid and host), or the ledger is malformed."""
+        """Raises UserError: it cannot be written, another process holds it, or the ledger is malformed."""
         path = root.absolute()
         durable.make_folder(path, durable.PRIVATE)
         with ExitStack() as opened:
@@ -77,7 +71,6 @@ class RunDirectory:
             return cls(path, ArtifactStore(path, origin), lock, ledger, origin)
 
     def write_description(self, config: dict[str, JsonValue], code_version: str) -> RunDescription:
-        """Writes run.json and returns it; a later one keeps the run's `id`."""
         assert not self.ledger.holds_work(), "no work may depend on another run.json"
         known = self.description()
         description = RunDescription(
@@ -91,7 +84,7 @@ class RunDirectory:
         return description
 
     def description(self) -> RunDescription | None:
-        """run.json, or None for a run that has none yet. Raises UserError: malformed, or gone from a run with work."""
+        """Raises UserError: malformed, or gone from a run with work."""
         described = read_description(self.path)
         if described is None and self.ledger.tasks(START):
             raise StoredFileError(f"{self.path / DESCRIPTION}: the file is missing, but the run has begun; put it back")
@@ -124,7 +117,6 @@ def checkpoint_folders(run: Path) -> dict[int, Path]:
 
 
 def _sweep(path: Path, ledger: Ledger) -> None:
-    """Removes unfinished files, checkpoints without a line, and the shards of steps that are committed."""
     entered = {entry.uri for entry in ledger.checkpoints()}
     for folder in shards_of_steps(path):
         if ledger.step(int(folder.name)) is not None:
@@ -142,7 +134,7 @@ def refuse_in_use(folder: Path) -> None:
 
 
 def read_description(folder: Path) -> RunDescription | None:
-    """The run.json of a run's folder, without its lock; None when there is none. Raises UserError when malformed."""
+    """Raises UserError when malformed."""
     path = folder / DESCRIPTION
     try:
         data = path.read_bytes()

@@ -1,7 +1,4 @@
-"""A view of a run's folder, read without its lock: configuration, ledger, and where the run comes from.
-
-A file that cannot be read becomes a finding, so that `verify` goes on with the rest.
-"""
+"""A view of a run's folder, read without its lock; a file that cannot be read becomes a finding."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,8 +40,6 @@ class Finding:
 
 @dataclass(frozen=True)
 class Commit:
-    """A committed step: its entry in the ledger, the tasks before it, and the code of its segment."""
-
     entry: StepEntry
     tasks: Mapping[str, TaskEntry]
     code_version: str
@@ -92,12 +87,10 @@ class RunView:
 
     @property
     def entries(self) -> Iterator[tuple[int, Entry]]:
-        """The entries of the ledger with the numbers of their lines."""
         return enumerate(self.ledger.entries, start=1)
 
     @cached_property
     def steps(self) -> dict[int, Commit]:
-        """The committed steps in the order of the ledger."""
         found, code_version = dict[int, Commit](), self.description.code_version
         for entry in self.ledger.entries:
             if isinstance(entry, SegmentEntry):
@@ -120,7 +113,6 @@ class RunView:
 
     @property
     def process_seconds(self) -> list[float]:
-        """Seconds that each process had the run: from its first line to the last task, step or checkpoint it wrote."""
         ends: dict[SegmentEntry, float] = {}
         for _, entry in self.entries:
             match entry:
@@ -165,7 +157,7 @@ def spans(steps: Iterable[int]) -> str:
 
 @dataclass
 class Provenance:
-    """The facts in the manifests of a run, gathered one by one: fact -> value -> the steps it held for."""
+    """Fact -> value -> the steps it held for."""
 
     seen: dict[str, dict[str, list[int]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     last: StepManifest | None = None
@@ -214,23 +206,6 @@ class Provenance:
             lines.append(("last record", record_digest(self.last)))
         return lines
 
-    def content(self, view: RunView) -> dict[str, JsonValue]:
-        config = view.config
-        return {
-            "folder": str(view.folder),
-            "id": view.description.id,
-            "begun": view.description.created,
-            "configuration": config.name if config is not None else None,
-            "config_digest": config_digest(config) if config is not None else None,
-            "steps": spans(view.steps),
-            "steps_asked_for": self.last.record.steps if self.last is not None else None,
-            "segments": [segment.model_dump(mode="json", exclude={"event"}) for segment in view.ledger.segments()],
-            "seen": {
-                fact: {value: spans(steps) for value, steps in values.items()} for fact, values in self.seen.items()
-            },
-            "last_record": record_digest(self.last) if self.last is not None else None,
-        }
-
 
 def _git(state: dict[str, JsonValue]) -> str:
     if not state:
@@ -239,7 +214,6 @@ def _git(state: dict[str, JsonValue]) -> str:
 
 
 def _listed(values: dict[str, JsonValue]) -> str:
-    """`name value, ...`; memory in GiB."""
     shown = {
         name: f"{value / 2**30:.0f} GiB" if name == "memory" and isinstance(value, int) else value
         for name, value in values.items()

@@ -1,8 +1,7 @@
 """Columns of the tables that steps exchange; one row is one prompt or one completion.
 
-`group` is the prompt's index within the step, `sample` the completion's index within its group. Tables of
-completions are sorted by both, so that their rows correspond. `written` marks the tokens of a completion that the
-policy wrote. Those of tools and users in between are context, and stay out of loss, rewards, statistics and metrics.
+`group` is the prompt's index within the step, `sample` the completion's within its group; tables are sorted by both.
+`written` marks the tokens of a completion that the policy wrote; the others are context.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from fp8core.errors import StoredFileError, UserError, first_line, printable
 from fp8core.models.safetensors_files import StoredTensor, read_header
 from fp8core.rewards.scorer import Key
-from fp8core.store.json_text import StepNumber, mistake, parse_json
+from fp8core.store.json_text import mistake, parse_json
 
 COMPLETION_KEY = ("group", "sample")
 """Columns whose values are the `Key` of a completion, or of an episode."""
@@ -37,7 +36,7 @@ PROMPTS = pa.schema(
 )
 
 # With `data.columns`: these columns of each row, as a JSON object.
-PROMPTS_WITH_COLUMNS = PROMPTS.append(pa.field("columns", pa.string()))
+COLUMNS = pa.field("columns", pa.string())
 
 ROLLOUTS = pa.schema(
     [
@@ -55,10 +54,10 @@ ROLLOUTS = pa.schema(
 )
 
 # With `environment`: the messages of each row, a JSON list of [role, content] whose last is the question.
-PROMPTS_WITH_MESSAGES = PROMPTS.append(pa.field("messages", pa.string()))
+MESSAGES = pa.field("messages", pa.string())
 
 # With `rollout.router_replay`: the experts of every position, sparse layer by sparse layer (`Completion.experts`).
-ROUTED_ROLLOUTS = ROLLOUTS.append(pa.field("experts", pa.list_(pa.list_(pa.list_(pa.int16())))))
+EXPERTS = pa.field("experts", pa.list_(pa.list_(pa.list_(pa.int16()))))
 
 # With `pipeline.mode`: of each token, the version of the policy that wrote it.
 VERSIONS = pa.field("versions", _TOKENS)
@@ -87,9 +86,7 @@ TURNS = pa.schema(
     ]
 )
 
-SHARD_TURNS = "turns"
-"""A column of the shards of rollouts: the turns of each completion, so that one file has all of an episode."""
-_SHARD_TURN = pa.struct([field for field in TURNS if field.name not in COMPLETION_KEY])
+_TURN = pa.struct([field for field in TURNS if field.name not in COMPLETION_KEY])
 
 # Completions that a run which generates ahead has begun (`rollout.stream`); `batch` is the step of their prompt.
 STREAM = pa.schema(
@@ -103,20 +100,11 @@ STREAM = pa.schema(
     ]
 )
 
-# With `environment`: the tokens that the policy wrote, and the turns (`SHARD_TURNS`) of the episode.
-STREAM_OF_EPISODES = STREAM.append(ROLLOUTS.field("written")).append(pa.field(SHARD_TURNS, pa.list_(_SHARD_TURN)))
+# With `environment`: the tokens that the policy wrote, and the turns of the episode.
+STREAM_OF_EPISODES = STREAM.append(ROLLOUTS.field("written")).append(pa.field("turns", pa.list_(_TURN)))
 
 # An episode that is over: where the parts end in which it was played, in tokens.
 PLAYED_EPISODES = STREAM_OF_EPISODES.append(pa.field("parts", pa.list_(pa.int32())))
-
-# Tokens that a segment has written to completions of the stream, from token `before` on.
-SEGMENTS = pa.schema(
-    [
-        *(STREAM.field(name) for name in ("batch", "group", "sample")),
-        ("before", pa.int32()),
-        *(STREAM.field(name) for name in ("tokens", "logprobs", "finish")),
-    ]
-)
 
 REWARDS = pa.schema(
     [
@@ -140,9 +128,6 @@ SCORE = "score_"
 
 LOGPROBS = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("logprobs", _LOGPROBS), ("entropy", _LOGPROBS)])
 
-ORDER = [("group", "ascending"), ("sample", "ascending")]
-TURN_ORDER = [*ORDER, ("turn", "ascending")]
-
 
 def key_of(row: Mapping[str, Any]) -> Key:
     return row["group"], row["sample"]
@@ -157,42 +142,22 @@ def row_numbers(table: pa.Table) -> dict[Key, int]:
 
 
 def scores_of(rewards: pa.Table) -> pa.ChunkedArray:
-    """The scores by which a group has a signal; where a table of kind `rewards` has none, the reward is the score."""
+    """Where a table of kind `rewards` has none, the reward is the score."""
     if _SCORE.name not in rewards.column_names:
         return rewards["reward"]
     return pc.coalesce(rewards[_SCORE.name], rewards["reward"])
 
 
-def nested_turns(rollouts: pa.Table, turns: pa.Table) -> pa.Array:
-    found: dict[Key, list[dict[str, Any]]] = {key: [] for key in keys_of(rollouts)}
-    for row in turns.to_pylist():
-        found[key_of(row)].append({name: row[name] for name in (field.name for field in _SHARD_TURN)})
-    return pa.array([*found.values()], pa.list_(_SHARD_TURN))
-
-
-def unnested_turns(rollouts: pa.Table) -> pa.Table:
-    rows = [
-        {"group": group, "sample": sample, **turn}
-        for (group, sample), turns in zip(keys_of(rollouts), rollouts[SHARD_TURNS].to_pylist(), strict=True)
-        for turn in turns
-    ]
-    return pa.Table.from_pylist(rows, schema=TURNS)
-
-
 class TableSchema(NamedTuple):
-    """A step of the user's own may add more columns."""
-
     columns: pa.Schema
     optional: Sequence[pa.Field] = ()
 
 
 TABLES = {
-    "prompts": TableSchema(PROMPTS, [PROMPTS_WITH_COLUMNS.field("columns"), PROMPTS_WITH_MESSAGES.field("messages")]),
-    "rollouts": TableSchema(ROLLOUTS, [ROUTED_ROLLOUTS.field("experts"), VERSIONS]),
+    "prompts": TableSchema(PROMPTS, [COLUMNS, MESSAGES]),
+    "rollouts": TableSchema(ROLLOUTS, [EXPERTS, VERSIONS]),
     "turns": TableSchema(TURNS),
-    "stream": TableSchema(STREAM, [STREAM_OF_EPISODES.field(name) for name in ("written", SHARD_TURNS)]),
-    "episodes": TableSchema(PLAYED_EPISODES),
-    "segments": TableSchema(SEGMENTS),
+    "stream": TableSchema(STREAM, [STREAM_OF_EPISODES.field(name) for name in ("written", "turns")]),
     "rewards": TableSchema(pa.schema([field for field in REWARDS if field != _SCORE]), [_SCORE]),
     "advantages": TableSchema(ADVANTAGES),
     "logprobs": TableSchema(LOGPROBS),
@@ -202,7 +167,7 @@ TABLES = {
 
 
 def read_table(source: Any, kind: str, place: object, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of a parquet file of a kind, or some columns. Raises StoredFileError: `place: column: problem`."""
+    """Raises StoredFileError: `place: column: problem`."""
     try:
         file = pq.ParquetFile(source)
         if kind in TABLES:
@@ -239,19 +204,10 @@ HELDOUT_SAMPLES, SAMPLE_CHARACTERS = 8, 800
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
-class _Content(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class Policy(_Content):
-    """The weights of a version of the policy."""
-
-    version: StepNumber
-    weights_digest: str
-
-
-class HeldoutSample(_Content):
+class HeldoutSample(BaseModel):
     """A held-out prompt, the end of its text, and the beginning of the greedy completion, of `length` tokens."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     prompt_id: str
     prompt: str
@@ -260,14 +216,14 @@ class HeldoutSample(_Content):
     score: Number
 
 
-JSON: Mapping[str, TypeAdapter[Any]] = {"policy": TypeAdapter(Policy), "metrics": TypeAdapter(dict[str, Number])}
+_METRICS = TypeAdapter(dict[str, Number])
 
 
 def read_json(data: bytes, kind: str, place: object) -> Any:
     value = parse_json(data, place)
-    if kind in JSON:
+    if kind == "metrics":
         try:
-            JSON[kind].validate_python(value)
+            _METRICS.validate_python(value)
         except ValidationError as error:
             raise StoredFileError(f"{place}: not of kind {kind}: {mistake(error)}") from error
     return value

@@ -89,7 +89,6 @@ def test_code_that_a_run_names_is_imported_by_no_command_without_trust(
     assert main(["gc", place]) == 0
     assert main(["report", place]) == 0
     assert main(["compare", place, place]) == 0
-    assert main(["bisect", place, "--prompts", "1"]) == (0 if section in ("pipeline", "reward") else 2)
     assert not (tmp_path / "imported").exists()
     capsys.readouterr()
     assert main(["replay", place, "--step", "1", "--trust"]) != 0

@@ -1,12 +1,11 @@
-import pyarrow as pa
 import pytest
 
 from fp8core.config.load import load_config
 from fp8core.config.steps import NoOptions
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import PolicyScales
-from fp8core.run.scoring import lag_error
-from tasks.calibrate import calibrate, evenly_spaced
+from fp8core.run.batches import lag_error
+from tasks.calibrate import calibrate
 
 
 def test_lag_is_the_distance_from_what_the_step_itself_would_have_given():
@@ -30,10 +29,3 @@ def test_the_average_weighs_the_steps_before(run_copy):
     assert old != new
     for layer, one, other in zip(found["amax"], old, new, strict=True):
         assert layer == pytest.approx({part: weight * one[part] + (1 - weight) * other[part] for part in "qkv"})
-
-
-@pytest.mark.parametrize(
-    ("count", "kept"), [(None, list(range(7))), (7, list(range(7))), (100, list(range(7))), (3, [0, 2, 4]), (1, [0])]
-)
-def test_a_fresh_pass_reads_rollouts_from_all_over_the_step(count, kept):
-    assert evenly_spaced(pa.table({"row": range(7)}), count)["row"].to_pylist() == kept

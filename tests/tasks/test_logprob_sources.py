@@ -8,10 +8,10 @@ import torch
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
+from fp8core.run.batches import compared_rows
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
 from fp8core.run.refusals import pipeline_of
-from fp8core.run.scoring import compared_rows
 from fp8core.run.verify import verify
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView

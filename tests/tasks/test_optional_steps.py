@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fp8core.config.load import load_config
-from fp8core.errors import UserError
-from fp8core.run.update_inputs import counted_rows, rollout_batch
-from fp8core.run.verdicts import counts
+from fp8core.run.batches import counted_rows, rollout_batch
+from fp8core.run.rollouts import counts
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import FilterOptions, filter, keep_informative
 from tasks.record import mismatch, reward_metrics, rollout_metrics
@@ -92,14 +91,12 @@ def test_an_episode_whose_environment_failed_moves_no_baseline(failed):
     assert kept(keep_informative(table, None, counted_rows(table, config))) == [sign != 0 for sign in signs]
 
 
-def test_a_shortfall_is_fewer_groups_than_are_wanted(run_copy):
+def test_the_first_groups_with_a_signal_stay(run_copy):
     table = rewards_table((0, 1.0, True), (0, 0.0, True), (1, 1.0, True), (1, 0.0, True), (2, 1.0, True))
     with run_copy.opened() as run:
         rewards = run.directory.store.put_table("rewards", table)
-        found = filter(run, 5, FilterOptions(groups=2, shortfall="error"), rewards)["filtered"]
+        found = filter(run, 5, FilterOptions(groups=2), rewards)["filtered"]
         assert kept(run.directory.store.get_table(found)) == [True] * 4 + [False]
-        with pytest.raises(UserError, match="2 of 3 wanted groups have scores that differ"):
-            filter(run, 5, FilterOptions(groups=3, shortfall="error"), rewards)
         assert filter(run, 5, FilterOptions(groups=3), rewards)["filtered"] == found
 
 

@@ -5,10 +5,10 @@ import torch
 
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
+from fp8core.run.batches import read_scales, token_batch
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin
-from fp8core.run.recompute import rewind_to
-from fp8core.run.scoring import read_scales, token_batch
+from fp8core.run.resume import rewind_to
 from fp8core.run.verify import verify
 from fp8core.store.run_view import RunView
 

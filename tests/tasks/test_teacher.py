@@ -9,8 +9,8 @@ from fp8core.models.checkpoint import find_checkpoint, save_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.recipe import POW2
+from fp8core.run.batches import token_batch
 from fp8core.run.build import build_base
-from fp8core.run.scoring import token_batch
 from fp8core.store.ledger import stored_metrics
 
 STEP = {"after": "rollout", "step": {"name": "teacher", "uses": "tasks.teacher:teacher", "needs": ["rollouts"]}}

@@ -23,7 +23,7 @@ from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.report.summary import summarise
-from fp8core.run.resume import history
+from fp8core.run.execute import history
 
 # Two checkpoints; held-out accuracy at steps 0, 2 and 3.
 STEPS = 3

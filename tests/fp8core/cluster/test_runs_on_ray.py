@@ -298,7 +298,7 @@ def rank_0_trains_the_warm_start_to_the_bytes_of_this_process(
             if where is None:
                 store.path(found[0]).unlink()
     assert found[0] == found[1]
-    trained = store.get_tensors(found[1])
+    trained = store.file_tensors(found[1])
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in trained.items()} == {
         name: (tensor.shape, torch.float32) for name, tensor in base.tensors.items()
     }
@@ -315,7 +315,7 @@ def weights_of_files_are_read_by_ranks_wherever_they_run(
     with closing(cluster.build_trainer(config, base.arch, read)) as trainer:
         assert trainer.digest() == trainer.start_digest == policy_digest(base.tensors)
     with closing(build_sft_trainer(packed, base.arch, read, cluster)) as sft:
-        assert policy_digest(store.get_tensors(sft.store_weights(store))) == policy_digest(base.tensors)
+        assert policy_digest(store.file_tensors(sft.store_weights(store))) == policy_digest(base.tensors)
 
 
 def ranks_get_the_calls_of_several_threads_in_one_order(cluster: RemoteCluster, slow: pytest.MonkeyPatch) -> None:

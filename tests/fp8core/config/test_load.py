@@ -112,7 +112,7 @@ def test_overrides_come_as_strings_dotted_keys_or_nested(overrides: object) -> N
     ("override", "value"),
     [
         ("data.subset=null", None),
-        ("artifacts.keep={last: 10}", {"last": 10, "every": None, "best": None}),
+        ("artifacts.keep={last: 10}", {"last": 10, "every": None}),
         ("training.deterministic=false", False),
         ("steps=1_000", 1000),
         ("training.learning_rate=1e-4", 1e-4),

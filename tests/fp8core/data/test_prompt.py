@@ -15,7 +15,7 @@ from fp8core.data.chain import ALPHABET, EOS
 from fp8core.data.prompt import encode_prompt, generator, is_heldout, problem, refuse_unfit
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
-from fp8core.run.preflight import check_template_arguments
+from fp8core.run.open import check_template_arguments
 
 
 def test_one_question_in_eight_is_held_out() -> None:

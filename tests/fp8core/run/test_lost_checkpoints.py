@@ -19,12 +19,9 @@ def lost(run_copy, tmp_path):
     return run_copy
 
 
-@pytest.mark.parametrize("how", ["missing", "damaged"])
-def test_the_newest_checkpoint_is_written_again_by_the_next_resume(whole_run, run_copy, how):
+def test_the_newest_checkpoint_is_written_again_by_the_next_resume(whole_run, run_copy):
     folder = run_copy.folder / "checkpoints" / "00004"
-    next(folder.glob("*.safetensors")).write_bytes(b"other bytes")
-    if how != "damaged":
-        folder.rename(run_copy.folder.parent / "away")
+    folder.rename(run_copy.folder.parent / "away")
     run_copy.resume()
     entries = run_copy.ledger.checkpoints()
     assert [entry.step for entry in entries] == [2, 4, 4]

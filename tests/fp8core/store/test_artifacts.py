@@ -60,7 +60,7 @@ def test_tensors_come_back_whatever_their_strides_and_sharing(store: ArtifactSto
         "flags": torch.tensor([True, False]),
     }
     ref = store.put_tensors("statistics", tensors)
-    back = store.get_tensors(ref)
+    back = dict(store.file_tensors(ref))
     assert list(back) == sorted(tensors)
     for name, tensor in tensors.items():
         assert back[name].dtype == tensor.dtype
@@ -107,7 +107,6 @@ def flip_a_bit(path: Path) -> None:
 def test_damage_is_named(store: ArtifactStore, table: pa.Table, damage: Callable[[Path], None], what: str) -> None:
     refs = {
         store.get_table: store.put_table("notes", table),
-        store.get_tensors: store.put_tensors("statistics", {"a": torch.ones(3)}),
         store.file_tensors: store.put_tensors("statistics", {"b": torch.ones(3)}),
         store.get_json: store.put_json("notes", {"version": 1}),
     }
@@ -154,21 +153,11 @@ def test_shards_come_back_in_order_in_another_process_life(shards_folder: Path, 
     assert table["group"].to_pylist() == [number for number in order for _ in range(2)]
 
 
-def test_a_damaged_shard_is_named_and_discarded_and_the_others_stay(shards_folder: Path, group: Group) -> None:
+def test_a_damaged_shard_counts_as_unfinished(shards_folder: Path, group: Group) -> None:
     shards = RolloutShards(shards_folder)
-    for number in range(4):
+    for number in range(2):
         shards.append(group(number))
-    sorted(shards_folder.iterdir())[0].unlink()
-    damaged = sorted(shards_folder.iterdir())[0]
-    data = bytearray(damaged.read_bytes())
-    data[20] ^= 4
-    damaged.write_bytes(data)
-    with pytest.raises(ArtifactError, match=rf"^{damaged}: content differs: "):
-        shards.read()
-    (error,) = shards.discard_damaged()
-    assert str(error).startswith(f"{damaged}: content differs: ")
-    assert shards.discard_damaged() == []
-    shards.append(group(7))
+    flip_a_bit(min(shards_folder.iterdir()))
     table = shards.read()
     assert table is not None
-    assert table["group"].to_pylist() == [2, 2, 3, 3, 7, 7]
+    assert table["group"].to_pylist() == [1, 1]

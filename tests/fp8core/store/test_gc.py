@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from step_records import step_manifest, step_record
 
-from fp8core.config.run import BestConfig, KeepConfig
+from fp8core.config.run import KeepConfig
 from fp8core.durable import folder_digest
-from fp8core.errors import UserError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, contents
 from fp8core.store.gc import Removal, RemovedFile, kept_steps, plan_removal, remove
 from fp8core.store.layout import LEDGER
@@ -95,13 +94,11 @@ ALL = {"rollouts", "rewards", "next_policy", "next_scales", "metrics"}
     [
         (KeepConfig(last=3), {0, 18, 19, 20}),
         (KeepConfig(last=99), set(range(21))),
-        (KeepConfig(last=1, best=BestConfig(metric="m", count=3)), {0, 3, 7, 11, 20}),
-        (KeepConfig(last=2, every=10, best=BestConfig(metric="m", mode="min", count=2)), {0, 1, 10, 15, 19, 20}),
+        (KeepConfig(last=2, every=10), {0, 10, 19, 20}),
     ],
 )
 def test_a_step_that_any_rule_names_is_kept(keep: KeepConfig, expected: set[int]) -> None:
-    values = {1: 0.1, 3: 0.9, 7: 0.95, 11: 0.9, 15: 0.05, 19: 0.5}
-    assert kept_steps(keep, range(21), values) == expected
+    assert kept_steps(keep, range(21)) == expected
 
 
 # --- what goes ---
@@ -142,15 +139,6 @@ def test_every_step_from_the_last_intact_checkpoint_on_is_kept(folder: Path) -> 
 @pytest.mark.parametrize(("reach", "first"), [(0, 12), (4, 8), (5, 4), (9, 1)])
 def test_policies_that_the_next_step_scores_with_stay_in_reach_of_a_checkpoint(folder, reach: int, first: int) -> None:
     assert plan_removal(folder, LAST, reach=reach).kept == [0, *range(first, 13)]
-
-
-def test_the_best_steps_are_found_in_the_metrics(folder: Path) -> None:
-    values = {step: (step * 5 % 12) / 12 for step in range(1, 13, 2)}
-    best = max(values, key=lambda step: values[step])
-    keep = KeepConfig(best=BestConfig(metric="accuracy"))
-    assert plan_removal(folder, keep).kept == [0, best, 12]
-    with pytest.raises(UserError, match=r"^artifacts\.keep\.best\.metric: no step has a metric reward/heldout$"):
-        plan_removal(folder, KeepConfig(best=BestConfig(metric="reward/heldout")))
 
 
 def test_files_that_the_ledger_does_not_name_go_whatever_is_kept(folder: Path) -> None:

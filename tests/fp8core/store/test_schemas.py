@@ -12,7 +12,6 @@ from fp8core.store.artifacts import ArtifactError, ArtifactStore
 @pytest.mark.parametrize(
     ("kind", "value", "complaint"),
     [
-        ("policy", {"version": 1}, "not of kind policy: weights_digest: Field required"),
         ("metrics", {"reward/mean": "high"}, "not of kind metrics: reward/mean: "),
         ("rewards", pa.table({"group": pa.array([0], pa.int32())}), "sample: the column is missing"),
         ("rewards", pa.table({"group": pa.array([0], pa.int64())}), "group: of type int64, expected int32"),

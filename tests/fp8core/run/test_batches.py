@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from fp8core.config.load import load_config
-from fp8core.run.update_inputs import learnt_tokens, observed_tokens, rollout_batch
+from fp8core.run.batches import learnt_tokens, observed_tokens, rollout_batch
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS, TURNS
 
 # Row 1 is far from what was sampled, a filter has left out row 3, and of row 4 the policy wrote nothing.

@@ -1,0 +1,181 @@
+"""Stored rollouts and rewards as batches of a trainer, and its scores as stored tables."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from fp8core.config.run import RunConfig
+from fp8core.numerics.kv_scales import LayerAmax, LayerScales, scale_distance, scales_from_statistics
+from fp8core.rewards.scorer import check_reward
+from fp8core.rl.advantages import ESTIMATORS, Groups, informative
+from fp8core.rl.batch import RolloutBatch, TokenBatch, column, drawn_rows, padded, routes
+from fp8core.rollout.engine import PolicyScales
+from fp8core.run.context import RunContext
+from fp8core.run.rollouts import counts
+from fp8core.store.artifacts import Ref
+from fp8core.store.tables import COMPLETION_KEY, LOGPROBS, keys_of, row_numbers, scores_of
+from fp8core.training.trainer import ScoredBatch, Trainer, minibatches
+
+
+def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
+    return scales_from_statistics(amax, config.calibration.margin, config.precision.recipe.cache)
+
+
+def lag_error(config: RunConfig, in_force: PolicyScales, statistics: dict[str, Any]) -> float:
+    """Distance of a step's scales from those its own statistics give, in powers of two (`scale_distance`)."""
+    fresh = scales_of(config, read_amax(statistics))
+    return scale_distance(in_force.layers, fresh)
+
+
+def store_scales(run: RunContext, version: int, amax: list[LayerAmax]) -> Ref:
+    content: dict[str, Any] = {
+        "version": version,
+        "rule": run.config.precision.recipe.cache,
+        "layers": [vars(layer) for layer in scales_of(run.config, amax)],
+        "amax": [vars(layer) for layer in amax],
+    }
+    return run.directory.store.put_json("scales", content)
+
+
+def read_scales(run: RunContext, scales: Ref) -> PolicyScales:
+    content = run.directory.store.get_json(scales)
+    return PolicyScales(content["version"], tuple(LayerScales(**layer) for layer in content["layers"]))
+
+
+def read_amax(content: dict[str, Any]) -> list[LayerAmax]:
+    return [LayerAmax(**layer) for layer in content["amax"]]
+
+
+SCORED_COLUMNS = (*COMPLETION_KEY, "prompt_tokens", "tokens", "experts")
+"""Columns of rollouts that are scored; there are experts where the rollout recorded them."""
+UPDATE_COLUMNS = (*SCORED_COLUMNS, "written", "logprobs")
+"""Columns of rollouts that an update is made of."""
+
+
+def trainer_of_policy(run: RunContext, policy: Ref) -> Trainer:
+    run.sleep_engine()
+    trainer = run.ready_trainer()
+    version = run.directory.store.get_json(policy)["version"]
+    assert trainer.version == version, "the trainer does not hold the policy of this step"
+    return trainer
+
+
+def stored_scores(run: RunContext, version: int, rollouts: pa.Table, scored: ScoredBatch) -> dict[str, Ref]:
+    store = run.directory.store
+    statistics = {
+        "version": version,
+        "amax": [vars(layer) for layer in scored.statistics.amax()],
+        "saturated_share": scored.statistics.saturated_share(),
+    }
+    return {
+        "logprobs": store.put_table("logprobs", logprob_table(rollouts, scored)),
+        "kv_statistics": store.put_json("kv_statistics", statistics),
+    }
+
+
+def compared_rows(config: RunConfig, index: int, written: Tensor) -> Tensor:
+    """bool [rows]: completions whose log-probs under both policies are compared; `written`: bool [rows, longest]."""
+    if config.logprobs.source != "rollout":
+        return torch.ones(len(written), dtype=torch.bool)
+    compared = torch.zeros(len(written), dtype=torch.bool)
+    compared[drawn_rows(written, config.logprobs.audit_share, f"audit/{config.seed}/{index}")] = True
+    return compared
+
+
+def token_batch(rollouts: pa.Table) -> TokenBatch:
+    return TokenBatch.of(rollouts["prompt_tokens"].to_pylist(), rollouts["tokens"].to_pylist())
+
+
+def policy_batch(rollouts: pa.Table) -> TokenBatch:
+    """With the experts to replay; reference and teacher choose their own."""
+    prompts, completions = (rollouts[name].to_pylist() for name in ("prompt_tokens", "tokens"))
+    experts = routes(rollouts["experts"]) if "experts" in rollouts.column_names else None
+    return TokenBatch.of(prompts, completions, experts)
+
+
+def logprob_table(rollouts: pa.Table, scored: ScoredBatch) -> pa.Table:
+    lengths = pc.list_value_length(rollouts["tokens"]).to_numpy().astype(np.int64)
+    columns = {
+        "group": rollouts["group"],
+        "sample": rollouts["sample"],
+        "logprobs": column(scored.logprobs, lengths),
+        "entropy": column(scored.entropy, lengths),
+    }
+    return pa.table(columns, schema=LOGPROBS)
+
+
+def rollout_batch(
+    rollouts: pa.Table,
+    rewards: pa.Table,
+    logprobs: pa.Table | None,
+    reference: pa.Table | None,
+    config: RunConfig,
+) -> RolloutBatch:
+    """Raises UserError: a reward is not finite (a step of the user's own may have made it)."""
+    for key, reward in zip(keys_of(rewards), rewards["reward"].to_pylist(), strict=True):
+        check_reward(reward, key)
+    old = rollouts if logprobs is None and config.logprobs.source == "rollout" else logprobs
+    values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
+    groups = torch.tensor(rewards["group"].to_pylist())
+    counted = counted_rows(rewards, config)
+    estimator = ESTIMATORS[config.loss.advantage]
+    return RolloutBatch(
+        sequences=policy_batch(rollouts),
+        mask=padded(rollouts["written"], torch.bool, False),
+        rollout_logprobs=padded(rollouts["logprobs"], torch.float32, 0.0),
+        old_logprobs=padded(old["logprobs"], torch.float32, 0.0) if old is not None else None,
+        reference_logprobs=padded(reference["logprobs"], torch.float32, 0.0) if reference else None,
+        advantages=estimator(Groups.of(values, groups, counted), config.loss.advantage_epsilon).float(),
+        keep=torch.tensor(rewards["keep"].to_pylist()),
+        centred_rewards=centred(values, groups, counted).float(),
+    )
+
+
+def observed_tokens(rollouts: pa.Table, turns: pa.Table, columns: int) -> Tensor:
+    """Bool [rows, columns]: the tokens of environments."""
+    rows = row_numbers(rollouts)
+    observed = torch.zeros(len(rows), columns, dtype=torch.bool)
+    ranges = zip(turns["end"].to_pylist(), turns["observation_end"].to_pylist(), strict=True)
+    for key, (start, end) in zip(keys_of(turns), ranges, strict=True):
+        observed[rows[key], start:end] = True
+    return observed
+
+
+def counted_rows(rewards: pa.Table, config: RunConfig) -> Tensor:
+    """Bool [rows]: those that make the baseline of their group, whether a bound rejects them or not."""
+    outcomes, keep = rewards["outcome"].to_pylist(), rewards["keep"].to_pylist()
+    pairs = zip(outcomes, keep, strict=True)
+    return torch.tensor([kept and counts(outcome, config) for outcome, kept in pairs], dtype=torch.bool)
+
+
+def rows_with_signal(rewards: pa.Table, keep: Tensor) -> Tensor:
+    """Bool [rows]: those of groups whose kept scores differ."""
+    values = torch.tensor(scores_of(rewards).to_pylist(), dtype=torch.float64)
+    return informative(values, torch.tensor(rewards["group"].to_pylist()), keep)
+
+
+def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
+    """FP64 [B]: rewards minus the mean reward of `rows` in the group of their prompt.
+
+    Both are relative to the smallest reward of the group: what rounding leaves of a reward at the mean has the same
+    sign."""
+    found, place = groups.unique(return_inverse=True)
+    counts = torch.bincount(place[rows], minlength=len(found))
+    lowest = torch.full((len(found),), torch.inf, dtype=torch.float64)
+    lowest = lowest.scatter_reduce(0, place[rows], rewards[rows].double(), "amin").where(counts > 0, 0.0)
+    above = rewards - lowest[place]
+    sums = torch.bincount(place[rows], above[rows], len(found))
+    return above - (sums / counts.clamp_min(1))[place]
+
+
+def learnt_tokens(rollouts: pa.Table, rewards: pa.Table, config: RunConfig) -> Tensor:
+    """Bool [B, C]: tokens whose stored log-probs an update begins with; of several updates, the first one's."""
+    learnt = padded(rollouts["written"], torch.bool, False) & torch.tensor(rewards["keep"].to_pylist())[:, None]
+    if config.logprobs.source == "rollout":
+        for later in minibatches(learnt, learnt.any(dim=1), config.training.minibatches)[1:]:
+            learnt[later] = False
+    return learnt

@@ -1,0 +1,238 @@
+"""The writer of a step's stream: completions, or episodes with an environment, durable as they end."""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, cast
+
+import pyarrow as pa
+
+from fp8core.progress import tell_progress
+from fp8core.rl.batch import routes, routes_column
+from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
+from fp8core.rollout.episode import Begun, Episode
+from fp8core.rollout.episodes import Pool
+from fp8core.rollout.stream import GroupPlace, Row
+from fp8core.run.context import RunContext
+from fp8core.run.episodes import EpisodePlayer, RecordedPool, begun_of, seconds_of
+from fp8core.run.rollouts import prompt_table, row_of, shards_of
+from fp8core.store.tables import EXPERTS, PLAYED_EPISODES, TURNS
+
+_Sample = tuple[int, int, int]
+"""Batch, group and sample."""
+# Groups of evaluations have smaller numbers.
+_FIRST_NUMBER = 1 << 30
+
+
+class StreamPrompts:
+    def __init__(self, run: RunContext, batches: Mapping[int, pa.Table] = MappingProxyType({})) -> None:
+        self._run, self._batches = run, {**batches}
+
+    def _batch(self, batch: int) -> pa.Table:
+        if batch not in self._batches:
+            config = self._run.config
+            problems = self._run.source.training(batch, config.rollout.drawn_prompts, config.seed)
+            self._batches[batch] = prompt_table(self._run, problems)
+        return self._batches[batch]
+
+    def row(self, batch: int, group: int) -> dict[str, Any]:
+        (row,) = self._batch(batch).slice(group, 1).to_pylist()
+        found: dict[str, Any] = row
+        return found
+
+    def enter(self, batch: int, group: int) -> list[Row]:
+        row, config = self.row(batch, group), self._run.config
+        return [
+            Row(batch, group, i, row["prompt_id"], sample_seed(config.seed, batch, group, i), row["tokens"])
+            for i in range(config.rollout.group_size)
+        ]
+
+    def table(self, places: Sequence[GroupPlace]) -> pa.Table:
+        found = pa.concat_tables([self._batch(batch).slice(group, 1) for batch, group in places])
+        numbers = pa.array(range(len(places)), found.schema.field("group").type)
+        return found.set_column(found.schema.get_field_index("group"), found.schema.field("group"), numbers)
+
+
+@dataclass
+class PlayedEpisode:
+    """`row`: all of it as it was stored, or when it was over. `ends`: tokens that it had after each part of this step.
+    `episode`: the unfinished one that this process plays; `row` then gives only place, prompt and seed.
+    A completion without an environment has neither."""
+
+    row: Row
+    ends: list[int] = field(default_factory=list)
+    episode: Episode | None = None
+
+    @property
+    def over(self) -> bool:
+        return bool(self.row.finish)
+
+    @property
+    def state(self) -> Episode | Begun:
+        return self.episode or begun_of(self.row.tokens, self.row.logprobs, self.row.turns)
+
+    def rest(self, group: int, before: int, room: int) -> Completion:
+        row, end = self.row, next((end for end in self.ends if end > before), before + room)
+        finish = cast(Finish, row.finish if end >= len(row.tokens) else "open")
+        tokens, logprobs, written = row.tokens[:end], row.logprobs[:end], row.written[:end] or None
+        done = Completion(group, row.sample, tokens, logprobs, finish, row.experts, written)
+        return done.rest(before) if before else done
+
+
+class StreamWriter:
+    """Episodes by the run's engine and environment; one that is over is durable, and is not played again."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        index: int,
+        source: StreamPrompts,
+        rows: Sequence[Row],
+        ended: Callable[[list[Row]], None] = lambda rows: None,
+    ) -> None:
+        """`ended` hears of each group of rows that have become durable."""
+        self._run, self._index, self._source, self._ended = run, index, source, ended
+        self._player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
+        self._sampling = replace(self._player.sampling(), report_experts=run.config.rollout.router_replay)
+        self._shards = shards_of(run, index)
+        # The stream writes into its own rows.
+        copies = [replace(row, tokens=[*row.tokens], logprobs=[*row.logprobs]) for row in rows]
+        known = [PlayedEpisode(row) for row in copies if row.tokens and not row.finish]
+        kept = self._shards.read()
+        if kept is not None:
+            experts = routes(kept["experts"]) if "experts" in kept.column_names else [None] * len(kept)
+            for stored, chosen in zip(kept.select(PLAYED_EPISODES.names).to_pylist(), experts, strict=True):
+                ends = stored.pop("parts")
+                known.append(PlayedEpisode(Row(**stored, experts=chosen), ends))
+        self._played = {_sample(each.row): each for each in known}
+
+    def __call__(self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
+        missing = list[PromptGroup]()
+        over = {key for key, each in self._played.items() if each.over}
+        for group in groups:
+            place = places[group.group]
+            kept = {sample for sample in group.samples if (*place, sample) in over}
+            yield [
+                self._played[*place, sample].rest(
+                    group.group, len(group.begun_of(i)), group.room_of(i, self._sampling.max_new_tokens)
+                )
+                for i, sample in enumerate(group.samples)
+                if sample in kept
+            ]
+            if (left := group.without(kept)).samples:
+                missing.append(left)
+        if missing:
+            yield from self._play(missing, places)
+
+    def _play(self, missing: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
+        run, engine = self._run, self._run.ready_engine()
+        if run.config.environment is None:
+            by_number = {group.group: group for group in missing}
+            played = self._player.play(engine, missing, (), self._sampling)
+        else:
+            by_number = {self._number(places[group.group]): group for group in missing}
+            played = self._play_episodes(by_number, places)
+        done, total = 0, sum(len(group.samples) for group in missing)
+        # Where the step is halted, the error holds this frame: open episodes would stay with the environment.
+        with closing(played):
+            for batch in played:
+                done += len(batch)
+                tell_progress(done, total)
+                yield self._told(batch, by_number, places)
+                run.refuse_halted()
+
+    def _play_episodes(
+        self, by_number: Mapping[int, PromptGroup], places: Sequence[GroupPlace]
+    ) -> Generator[list[Episode], None, None]:
+        run = self._run
+        prompts = [{**self._source.row(*places[group.group]), "group": number} for number, group in by_number.items()]
+        begun = {
+            (number, sample): each.state
+            for number, group in by_number.items()
+            for sample in group.samples
+            if (each := self._played.get((*places[group.group], sample))) is not None
+        }
+        again = [replace(group, group=number, begun=(), room=()) for number, group in by_number.items()]
+        pool: Pool = RecordedPool(self._recorded()) if run.environment is None else run.environment
+        first = next(iter(by_number.values()))
+        room = first.room[0] if first.room else None
+        return self._player.play(run.ready_engine(), again, prompts, self._sampling, pool, begun, room)
+
+    def _told(
+        self, batch: Sequence[Episode], by_number: Mapping[int, PromptGroup], places: Sequence[GroupPlace]
+    ) -> list[Completion]:
+        over, told = list[PlayedEpisode](), list[Completion]()
+        for one in batch:
+            done, group = one.completion, by_number[one.completion.group]
+            key, index = (*places[group.group], done.sample), group.samples.index(done.sample)
+            new = Row(*key, group.prompt_id, group.seeds[index], [*group.prompt])
+            each, before = self._played.setdefault(key, PlayedEpisode(new)), len(group.begun_of(index))
+            if self._run.config.environment is None:
+                # An engine gives what is new.
+                each.row.tokens[before:], each.row.logprobs[before:] = done.tokens, done.logprobs
+                each.row.finish, each.row.experts = "" if one.goes_on else done.finish, done.experts
+                told.append(done)
+            else:
+                each.ends.append(len(done.tokens))
+                each.episode = one
+                told.append(replace(done, group=group.group).rest(before))
+                if not one.goes_on:
+                    self._run.environment_seconds.setdefault(self._index, []).extend(seconds_of(one))
+                    each.row, each.episode = self._row(each), None
+            if each.over:
+                over.append(each)
+        if over:
+            stored = [{**vars(each.row), "parts": each.ends} for each in over]
+            table = pa.Table.from_pylist(stored, schema=PLAYED_EPISODES)
+            if chosen := [each.row.experts for each in over if each.row.experts is not None]:
+                table = table.append_column(EXPERTS, routes_column(chosen))
+            self._shards.append(table)
+            self._ended([each.row for each in over])
+        return told
+
+    def attach_turns(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            played, told = self._played.get(_sample(row)), len(row.tokens)
+            if played is None or not told:
+                continue
+            whole = self._row(played)
+            # Before a kill more of it may have been played than the stream has asked for since.
+            turns = [turn for turn in whole.turns if turn["observation_end"] <= told]
+            row.prompt_tokens, row.written = whole.prompt_tokens, whole.written[:told]
+            row.turns = whole.turns if row.finish else turns
+
+    def has_more(self, rows: Sequence[Row]) -> bool:
+        """True if more of them is durable than the stream has."""
+        played = (self._played.get(_sample(row)) for row in rows if not row.finish)
+        return any(each is not None and each.over for each in played)
+
+    def _number(self, place: GroupPlace) -> int:
+        batch, group = place
+        return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
+
+    def _row(self, played: PlayedEpisode) -> Row:
+        return played.row if played.episode is None else row_of(played.episode, played.row, self._run.tokenizer)
+
+    def _recorded(self) -> pa.Table:
+        assert self._run.replayed is not None, "only a replay has no environment"
+        store, artifacts = self._run.directory.store, self._run.replayed.artifacts(self._index)
+        finished = store.get_table(artifacts[self._run.graph.artifact_of("turns")]).to_pylist()
+        rows = [{**row, "group": self._number((self._index, row["group"]))} for row in finished]
+        ahead = artifacts.get(self._run.graph.carries.get("stream", ""))
+        for row in [] if ahead is None else store.get_table(ahead).to_pylist():
+            number = self._number((row["batch"], row["group"]))
+            rows += [{"group": number, "sample": row["sample"], **turn} for turn in row["turns"]]
+        return pa.Table.from_pylist(rows, schema=TURNS)
+
+
+def stream_rows(table: pa.Table) -> list[Row]:
+    return [Row(**row) for row in table.to_pylist()]
+
+
+def stream_table(rows: Iterable[Row], schema: pa.Schema) -> pa.Table:
+    return pa.Table.from_pylist([vars(row) for row in rows], schema=schema)
+
+
+def _sample(row: Row) -> _Sample:
+    return row.batch, row.group, row.sample
