@@ -75,6 +75,7 @@ what holds up SGLang's episodes is not that.
 """
 
 import argparse
+import gc
 import math
 import random
 import time
@@ -108,7 +109,7 @@ from fp8core.rollout.episode import Episode, TurnBudget
 from fp8core.rollout.episodes import MultiTurn, run_episodes
 from fp8core.rollout.sglang.entry import find_build
 from fp8core.rollout.vllm.settings import CAPTURED_TOKENS
-from fp8core.run.context import gc_freeze, gc_unfreeze
+from fp8core.run.context import gc_freeze
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
 REQUESTS, PROMPT, ROW, TURNS = 256, 512, 1024, 10
@@ -261,7 +262,7 @@ def _warm(rows: RowFile, options: argparse.Namespace) -> Iterator[tuple[Any, Cal
         about |= {"kind": "episodes", "model": "qwen3-8b", "layers": arch.num_layers, "turns": TURNS}
         yield engine, timed, talk, about
     finally:
-        gc_unfreeze()
+        gc.unfreeze()
         engine.close()
 
 

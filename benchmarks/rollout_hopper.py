@@ -22,6 +22,7 @@ several partitions of the keys did not end in 77 s. So the study was taken back.
 """
 
 import argparse
+import gc
 import signal
 import statistics
 import sys
@@ -41,7 +42,7 @@ from fp8core.config.engines import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.recipe import RecipeName
 from fp8core.rollout.engine import Sampling
-from fp8core.run.context import gc_freeze, gc_unfreeze
+from fp8core.run.context import gc_freeze
 
 # With random weights the next token is one of these with a probability of about 1 / 800: lengths are geometric.
 TAIL = frozenset(range(4, 194))
@@ -193,7 +194,7 @@ def measure(engine_of: Engine, out: Path) -> None:
         if engine_of.traced:
             rows.append({"kind": "decode_trace", **about, **decode_trace(engine, *engine_of.traced)})
     finally:
-        gc_unfreeze()
+        gc.unfreeze()
         engine.close()
 
 

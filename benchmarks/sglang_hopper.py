@@ -27,6 +27,7 @@ FP8 10,500 and 12,500, aligned 14,500 and 18,000: vLLM's with the ratios of the 
 """
 
 import argparse
+import gc
 import signal
 import sys
 import time
@@ -46,7 +47,7 @@ from fp8core.processes.variables import set_variables
 from fp8core.rollout.engine import Sampling
 from fp8core.rollout.sglang.entry import find_build
 from fp8core.rollout.sglang.settings import required_environment, suggested_environment
-from fp8core.run.context import gc_freeze, gc_unfreeze
+from fp8core.run.context import gc_freeze
 
 SHORT, REPEATS, LAYERS = (256, 512, 512), 3, 36
 ALIGNED = "aligned"
@@ -113,7 +114,7 @@ def measure(options: argparse.Namespace) -> None:
             rows.append_growing({"kind": "rollout", **about, "long_tailed": False, **row} for row in timed)
             print(case, cell, rows.rows[-1]["all_tokens_per_s"], flush=True)
     finally:
-        gc_unfreeze()
+        gc.unfreeze()
         engine.close()
 
 
