@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,40 +191,32 @@ class InitialWeights(TensorSource):
 
     def __init__(self, arch: Architecture, seed: int) -> None:
         self._arch, self._seed = arch, seed
-        self._shapes = parameter_shapes(arch)
-        # One generator draws all matrices, in order: its state before each, as far as it is known.
-        self._drawn = [name for name, shape in self._shapes.items() if len(shape) > 1]
-        self._states = [torch.Generator().manual_seed(seed).get_state()]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return InitialWeights, (self._arch, self._seed)
 
-    def __getitem__(self, name: str) -> Tensor:
-        shape = self._shapes[name]
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self._seed)
+        return {name: self._initial(name, shape, generator) for name, shape in parameter_shapes(self._arch).items()}
+
+    def _initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
-        index = self._drawn.index(name)
-        for before in range(len(self._states) - 1, index):
-            self._draw(before)
         embeds_only = name.startswith("model.embed_tokens") and not self._arch.tie_embeddings
         spread = 1.0 if embeds_only else shape[1] ** -0.5
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             spread *= (2 * self._arch.num_layers) ** -0.5
-        return self._draw(index) * spread
+        return torch.randn(shape, generator=generator) * spread
 
-    def _draw(self, index: int) -> Tensor:
-        generator = torch.Generator()
-        generator.set_state(self._states[index])
-        drawn = torch.randn(self._shapes[self._drawn[index]], generator=generator)
-        if index + 1 == len(self._states):
-            self._states.append(generator.get_state())
-        return drawn
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self._tensors)
 
 
 def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:

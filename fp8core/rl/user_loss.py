@@ -8,8 +8,7 @@ It makes one term of each token. Masks, importance weights, aggregation and deno
 
 import json
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,7 @@ from fp8core.rl.losses import (
     loss_output,
     token_mean,
 )
-from fp8core.user_code import digest_of_code, file_of_path, load_code
+from fp8core.user_code import file_of_path, load_code
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,8 @@ class Tokens:
 LossFunction = Callable[[Tokens, Any], Tensor]
 
 
-def policy_loss(
-    *functions: LossFunction, options: type[BaseModel] = NoOptions
-) -> Callable[[LossFunction], LossFunction]:
+def policy_loss(*, options: type[BaseModel] = NoOptions) -> Callable[[LossFunction], LossFunction]:
     """Declare a policy loss: a function of tokens and options that returns terms to minimise, float [B, T]."""
-    if functions:
-        raise TypeError("write @policy_loss(), with parentheses")
 
     def declare(function: LossFunction) -> LossFunction:
         function.options = options  # type: ignore[attr-defined]
@@ -113,8 +108,10 @@ class UserLoss:
 def load_loss(path: str, options: Mapping[str, JsonValue]) -> UserLoss:
     """The loss at `module:function` or `path/to/file.py:function`, tried on a few made-up tokens.
     Raises UserError: it cannot be imported, is not declared as a loss, refuses its options, or as `UserLoss` does."""
-    with _named(path):
+    try:
         function = load_code(path, "function").found
+    except UserError as error:
+        raise UserError(f"loss.policy={path}: {error}") from error
     model = getattr(function, "options", None)
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
         attribute = path.rpartition(":")[2]
@@ -128,26 +125,11 @@ def load_loss(path: str, options: Mapping[str, JsonValue]) -> UserLoss:
     return loss
 
 
-def loss_source(path: str) -> str:
-    """SHA-256 of the file that a loss of the user's own is in.
-    Raises UserError: the file cannot be read, or the module cannot be imported."""
-    with _named(path):
-        return digest_of_code(path)[1]
-
-
 def shared_loss(loss: LossConfig) -> LossConfig:
     """A loss as processes with another working folder find it."""
     if loss.policy in SHIPPED_LOSSES or (file := file_of_path(loss.policy)) is None:
         return loss
     return loss.model_copy(update={"policy": f"{file}:{loss.policy.rpartition(':')[2]}"})
-
-
-@contextmanager
-def _named(path: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"loss.policy={path}: {error}") from error
 
 
 def _try(loss: UserLoss) -> None:

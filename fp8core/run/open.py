@@ -27,7 +27,6 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier, build_verifier
-from fp8core.rl.user_loss import loss_source
 from fp8core.rollout.engine import sample_seed
 from fp8core.rollout.episodes import Pool
 from fp8core.rollout.registry import longest_row
@@ -50,6 +49,7 @@ from fp8core.store.ledger import START, LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, current_code, git_state, hardware
 from fp8core.store.run_directory import RunDescription, RunDirectory, read_description, refuse_in_use
 from fp8core.training.lora import frozen_line
+from fp8core.user_code import digest_of_code
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def open_run(
             console=console,
             base=base.tensors,
             cluster=cluster,
-            loss_source=None if config.loss.policy in SHIPPED_LOSSES else loss_source(config.loss.policy),
+            loss_source=None if config.loss.policy in SHIPPED_LOSSES else digest_of_code(config.loss.policy)[1],
             environment=environment,
             environment_description=described,
             replayed=replayed,
