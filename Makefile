@@ -24,7 +24,7 @@ WITHOUT_SERVERS := env -u PREFECT_API_URL -u MLFLOW_TRACKING_URI
 PYTEST := $(WITHOUT_SERVERS) $(BIN)/python -m pytest
 VLLM_PYTEST := $(WITHOUT_SERVERS) $(VLLM_BIN)/python -m pytest $(SPREAD)
 
-.PHONY: demo real test test-all test-slow test-vllm lint format docs env env-vllm env-sglang clean
+.PHONY: demo real test test-all test-slow test-slow-files test-vllm lint format docs env env-vllm env-sglang clean
 
 demo: env  ## learn arithmetic with GRPO in exact FP8 (about two minutes)
 	$(BIN)/fp8-grpo run tiny
@@ -39,8 +39,11 @@ test: env  ## the first tier: every promise once, in about eight minutes on two 
 test-all: test test-slow test-vllm  ## every test that needs no GPU
 
 # Files without such tests are not even collected: that takes half a minute.
-test-slow: env env-vllm  ## the second tier, for the night: deployments, databases, random kills, long trainings, timing
-	$(PYTEST) $(SPREAD) -m "slow and not gpu and not alone" $$(grep -rl --include='test_*.py' --exclude-dir=vllm mark.slow tests | sort)
+SLOW_FILES ?= $(shell grep -rl --include='test_*.py' --exclude-dir=vllm mark.slow tests | sort)
+test-slow-files: env
+	$(PYTEST) $(SPREAD) -m "slow and not gpu and not alone" $(SLOW_FILES)
+
+test-slow: test-slow-files env-vllm  ## the second tier, for the night: deployments, databases, random kills, long trainings, timing
 	$(PYTEST) -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
 	$(VLLM_PYTEST) --dist loadfile -m slow tests/vllm
 
