@@ -21,7 +21,7 @@ def find_run(text: str) -> Path:
     from fp8core.store.layout import DESCRIPTION
     from fp8core.store.run_directory import read_description  # Imports torch.
 
-    runs = RunConfig.model_fields["runs"].default
+    runs: Path = RunConfig.model_fields["runs"].default
     places = [Path(text), runs / text]
     for folder in places:
         if read_description(folder) is not None:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,17 +49,17 @@ def export_step(options: argparse.Namespace) -> int:
     config = original.config(options.step)
     refuse_format(config, options.format)
     set_engine_variables(config)
-    # Layers that the rollouts kept in BF16 stay so.
     precision = config.precision
-    ends = {"first_layers": precision.bf16_first_layers, "last_layers": precision.bf16_last_layers}
+    # Layers that the rollouts kept in BF16 stay so.
+    kept = precision.bf16_first_layers, precision.bf16_last_layers
     try:
         with stored_policy(original, options.step, Console(sys.stderr, options.step)) as policy:
-            write = {
+            writers: dict[str, Callable[[Path], object]] = {
                 "bf16": partial(copy_folder, policy.folder),
-                "fp8": partial(write_quantised, policy.folder, tiles=precision.recipe.weights, **ends),
+                "fp8": lambda target: write_quantised(policy.folder, target, precision.recipe.weights, *kept),
                 "peft": partial(write_adapter, policy, config),
-            }[options.format]
-            export(original, options.step, policy, options.format, target, write)
+            }
+            export(original, options.step, policy, options.format, target, writers[options.format])
     except (RedoError, *FAILURES) as error:
         return stopped(f"the policy after step {options.step} cannot be restored: {error}", ExitCode.FAILED)
     over = ", over the export of --step 0" if options.format == "peft" else ""

@@ -68,4 +68,5 @@ def _described(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4:])
+    seconds, memory_mb, characters = map(int, sys.argv[1:4])
+    main(seconds, memory_mb, characters, sys.argv[4:])

@@ -196,12 +196,13 @@ def _refuse_threads() -> None:
 
 
 def _fork_until_closed(control: Connection, service: Service, limits: Limits) -> None:
-    processes = dict[int, tuple[BaseProcess, Connection]]()
+    processes, requests = dict[int, tuple[BaseProcess, Connection]](), sys.stdin.fileno()
     try:
-        while sys.stdin not in (ready := wait([sys.stdin, control, *processes])):
+        while requests not in (ready := wait([requests, control, *processes])):
             for sentinel in [each for each in ready if each in processes]:
                 process, connection = processes.pop(sentinel)
                 process.join()
+                assert process.exitcode is not None
                 _kill_group(process.pid)
                 with connection, suppress(OSError):
                     connection.send(Ended(process.exitcode))

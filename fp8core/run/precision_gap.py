@@ -120,7 +120,7 @@ def read_subjects(config: RunConfig, problems: Sequence[Problem]) -> tuple[Subje
     base = find_base(config)
     assert base.checkpoint is not None, "an evaluation has a checkpoint"
     texts = texts_of(problems, config, base.tokenizer, longest_row(config, base.arch))
-    masters = base.checkpoint.load().tensors
+    masters = {name: tensor.float() for name, tensor in base.checkpoint.source().items()}
     unscaled = whole_forward(config.precision, base.arch, masters, ())
     batch = TokenBatch.of_prompts([text.prompt for text in texts[: config.rollout.prompts_per_step]])
     full = replace(unscaled, scales=_calibrated(config, unscaled, batch))
