@@ -1,4 +1,4 @@
-"""Problems as requests, completions as tables, and how well held-out prompts are answered."""
+"""Problems as requests, completions as tables with verdicts, and how well held-out prompts are answered."""
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +42,11 @@ from fp8core.store.tables import (
     VERSIONS,
     key_of,
 )
+
+UNCHECKED_OUTCOMES: dict[VerdictOutcome, str] = {"timeout": "timed out", "crashed": "crashed"}
+"""Outcomes by which nothing was checked, in words."""
+JUDGE = "judge"
+"""The outcome of an episode whose last turn the verifier reads."""
 
 
 def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
@@ -230,12 +235,6 @@ def heldout_accuracy(
     return content, turns
 
 
-UNCHECKED_OUTCOMES: dict[VerdictOutcome, str] = {"timeout": "timed out", "crashed": "crashed"}
-"""Outcomes by which nothing was checked, in words."""
-JUDGE = "judge"
-"""The outcome of an episode whose last turn the verifier reads."""
-
-
 def counts(outcome: str, config: RunConfig) -> bool:
     """True if a completion with this outcome counts in the loss and in the baseline of its group."""
     left_out = config.environment is not None and config.environment.failed == "leave_out"
@@ -327,8 +326,8 @@ def failures(config: RunConfig, verdicts: Sequence[Verdict]) -> str | None:
     failed = [verdict for verdict in verdicts if verdict.outcome in UNCHECKED_OUTCOMES]
     lines, total = list[str](), len(verdicts)
     if failed:
-        counts = Counter(verdict.outcome for verdict in failed)
-        how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in UNCHECKED_OUTCOMES.items() if counts[outcome])
+        ends = Counter(verdict.outcome for verdict in failed)
+        how = ", ".join(f"{ends[outcome]} {word}" for outcome, word in UNCHECKED_OUTCOMES.items() if ends[outcome])
         lines.append(f"{len(failed)} of {total} answers could not be checked ({how}): {failed[0].detail}")
     if failed and len(failed) == total:
         named = [] if config.environment is None else [f"environment.name={config.environment.name}"]
