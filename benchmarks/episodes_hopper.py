@@ -105,8 +105,7 @@ from fp8core.rewards.scorer import Key
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PromptGroup, Sampling, sample_seed
-from fp8core.rollout.episode import Episode, TurnBudget
-from fp8core.rollout.episodes import MultiTurn, run_episodes
+from fp8core.rollout.episodes import Episode, MultiTurn, TurnBudget, run_episodes
 from fp8core.rollout.sglang.entry import find_build
 from fp8core.rollout.vllm.settings import CAPTURED_TOKENS
 from fp8core.run.context import gc_freeze

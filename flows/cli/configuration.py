@@ -28,7 +28,7 @@ def add_commands(commands: Any) -> None:
     parser = commands.add_parser("plan", help="say what memory a training takes, and whether it fits")
     add_config(parser)
     parser.add_argument(
-        "--gpu", metavar="NAME", help="plan for h100, h200 or b200 (default: the GPU here; h200 where there is none)"
+        "--gpu", metavar="NAME", help="plan for h100 or h200 (default: the GPU here; h200 where there is none)"
     )
     add_output(parser, "--json", "write the plan as JSON, in bytes")
     parser.set_defaults(command=plan_config)

@@ -1,7 +1,6 @@
 """Formats that each platform can compute, and pairs that may meet: checked before anything is loaded.
 
-A CPU emulates all; Hopper (sm_90) computes all. Older GPUs have no FP8. On Blackwell (sm_100) Transformer Engine
-emulates 128x128 block scaling by MXFP8, whose scales are powers of two.
+A CPU emulates all, and Hopper (sm_90) computes all. Other GPUs compute no block FP8 here.
 """
 
 import os
@@ -14,7 +13,7 @@ from importlib.metadata import version as installed_version
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import refuse
 
-_FP8_HARDWARE = {"cpu", "sm_90", "sm_100"}
+_FP8_HARDWARE = {"cpu", "sm_90"}
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,6 @@ def _beyond_hardware(contract: PrecisionContract, platform: str) -> Iterator[str
             yield f"{side}.linear=fp8_block: {platform} has no FP8 block GEMM; set it to bf16"
         if platform not in _FP8_HARDWARE and formats.kv_cache == "fp8":
             yield f"{side}.kv_cache=fp8: {platform} has no FP8 attention; set it to bf16"
-    if platform == "sm_100" and contract.training.linear == "fp8_block" and contract.scale_rule != "pow2":
-        yield (
-            f"scale_rule={contract.scale_rule}: sm_100 trains block FP8 through MXFP8, whose scales are powers of two; "
-            "set it to pow2, or generate in FP8 and train in BF16 (training.linear=bf16)"
-        )
 
 
 def _unlike_sides(contract: PrecisionContract, corrected: bool) -> Iterator[str]:

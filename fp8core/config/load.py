@@ -71,31 +71,22 @@ def config_digest_at(config: RunConfig, level: str) -> str:
     return config_digest(config.model_copy(update={"replay": config.replay.model_copy(update={"level": level})}))
 
 
-def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """As `key: old -> new`."""
-    before, after = ({key: json.dumps(value) for key, value in leaves(dump).items()} for dump in (old, new))
-    return [
+def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Differences that forbid continuing the run of `old` as `new`: fewer `steps`, and all that makes the numbers."""
+    before, after = (
+        {key: json.dumps(value) for key, value in leaves(_numeric(dump, new)).items()} for dump in (old, new)
+    )
+    found = [
         f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
         for key in {**before, **after}
         if before.get(key) != after.get(key)
     ]
-
-
-def numeric_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Of the settings that `config_digest` covers for one of the two."""
-    measure = old if _ranks_count(old) else new
-    return config_differences(*(_numeric(dump, measure) for dump in (old, new)))
-
-
-def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Differences that forbid continuing the run of `old` as `new`: fewer `steps`, and all that makes the numbers."""
-    fewer = [{"steps": dump["steps"]} for dump in (old, new)] if new["steps"] < old["steps"] else [{}, {}]
-    dumps = (_numeric(dump, new) for dump in (old, new))
-    found = config_differences(*({**steps, **dump} for steps, dump in zip(fewer, dumps, strict=True)))
     if any(line.startswith("pipeline.mode: ") for line in found):
         # Another mode has other steps, which nobody has set.
         found = [line for line in found if not line.startswith(("pipeline.steps.", "pipeline.carries."))]
-    return [f"{line} (a run may get more steps, not fewer)" if line.startswith("steps: ") else line for line in found]
+    if new["steps"] < old["steps"]:
+        found.insert(0, f"steps: {old['steps']} -> {new['steps']} (a run may get more steps, not fewer)")
+    return found
 
 
 def _numeric(dump: Mapping[str, Any], measure: Mapping[str, Any]) -> dict[str, Any]:

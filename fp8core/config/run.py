@@ -280,13 +280,6 @@ def _episode_problems(config: RunConfig) -> Iterator[str]:
     }
     for setting in (setting for setting, is_set in excluded.items() if is_set):
         yield f"environment.name={environment.name}: no episodes with {setting}; unset one of both"
-    for name in ("turn_tokens", "observation_tokens"):
-        tokens = getattr(environment, name)
-        if tokens is not None and tokens > rollout.max_new_tokens:
-            yield (
-                f"environment.{name}={tokens} is more than rollout.max_new_tokens={rollout.max_new_tokens}, the budget "
-                "of all turns and observations; lower it, or raise that"
-            )
 
 
 def public_dump(config: RunConfig) -> dict[str, Any]:

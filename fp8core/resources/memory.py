@@ -28,7 +28,6 @@ class Device:
 GPUS = {
     "h100": Device("NVIDIA H100 80 GB", 81_559 * _MIB, "sm_90"),
     "h200": Device("NVIDIA H200", 143_771 * _MIB, "sm_90"),
-    "b200": Device("NVIDIA B200", 183_359 * _MIB, "sm_100"),
 }
 
 

@@ -27,8 +27,51 @@ from fp8core.rollout.engine import (
     finish_of,
     generated,
 )
-from fp8core.rollout.kv_cache import KvCache
 from fp8core.rollout.registry import EngineEntry
+
+
+class KvCache:
+    """K and V of a batch that is decoded together: left-padded prompts, one column a token (`models.decoder.Context`).
+
+    `mask`: bool [B, 1, Tq, columns so far], for the call in progress.
+    """
+
+    def __init__(self, valid: Tensor, capacity: int, num_layers: int) -> None:
+        """From the prompts' validity, bool [B, T], and room for `capacity` columns."""
+        batch, length = valid.shape
+        self._valid = torch.zeros(batch, capacity, dtype=torch.bool)
+        self._valid[:, :length] = valid
+        self._columns = 0
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+        self.mask = torch.empty(0)
+
+    def begin(self, length: int) -> None:
+        """Open `length` further columns, and set the mask of their queries."""
+        start, self._columns = self._columns, self._columns + length
+        if start:
+            self._valid[:, start : self._columns] = True
+        columns = torch.arange(self._columns)
+        queries = columns[start:, None]
+        visible = (columns <= queries) & self._valid[:, None, : self._columns]
+        self.mask = (visible | (columns == queries))[:, None]
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None:
+            shape = (k.shape[0], k.shape[1], self._valid.shape[1], k.shape[3])
+            keys, values = k.new_empty(shape), v.new_empty(shape)
+            self._keys[layer], self._values[layer] = keys, values
+        start = self._columns - k.shape[2]
+        keys[:, :, start : self._columns] = k
+        values[:, :, start : self._columns] = v
+        return keys[:, :, : self._columns], values[:, :, : self._columns]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep (or repeat) these rows of the batch: int64 [B']."""
+        self._valid = self._valid[rows]
+        self._keys = [None if keys is None else keys[rows] for keys in self._keys]
+        self._values = [None if values is None else values[rows] for values in self._values]
 
 
 @dataclass
@@ -156,11 +199,7 @@ class EmbeddedEngine:
 
 
 class EmbeddedSession:
-    """Requests that are decoded together, and enter between two tokens.
-
-    A token depends on its row alone. When rows enter, the cache is copied, which costs about a decoding step: they wait
-    until they are a quarter of those in progress.
-    """
+    """Requests that are decoded together; those that come meanwhile wait. A token depends on its row alone."""
 
     def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int) -> None:
         self._engine, self._sampling, self._max_batch = engine, sampling, max_batch
@@ -180,10 +219,8 @@ class EmbeddedSession:
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        live = sum(not row.finish for row in self._rows)
-        entering = min(len(self._waiting), self._max_batch - live)
-        if entering and 4 * entering >= live:
-            self._admit(entering)
+        if self._waiting and not self._rows:
+            self._admit()
         rows, cache = self._rows, self._cache
         if not rows or cache is None:
             return []
@@ -212,23 +249,15 @@ class EmbeddedSession:
     def close(self) -> None:
         self._waiting, self._rows, self._cache = [], [], None
 
-    def _admit(self, count: int) -> None:
-        """Compute the contexts of the next rows, and put their cache below that of the others."""
-        entering, self._waiting = self._waiting[:count], self._waiting[count:]
+    def _admit(self) -> None:
+        self._rows, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
         contexts: dict[tuple[int, ...], int] = {}
-        owners = torch.tensor([contexts.setdefault(row.context, len(contexts)) for row in entering])
-        hidden, cache = self._engine._prefill([*contexts], max(row.room for row in entering), self._record)
+        owners = torch.tensor([contexts.setdefault(row.context, len(contexts)) for row in self._rows])
+        hidden, self._cache = self._engine._prefill([*contexts], max(row.room for row in self._rows), self._record)
         if self._record is not None:
-            self._note_experts(entering, self._record.recorded(len(contexts))[owners])
-        cache.select(owners)
-        live = [i for i, row in enumerate(self._rows) if not row.finish]
-        if live and self._cache is not None:
-            stored = [self._cache.stored(i) for i in live] + [cache.stored(i) for i in range(count)]
-            self._rows = [*(self._rows[i] for i in live), *entering]
-            self._hidden = torch.cat([self._hidden[live], hidden[owners]])
-            self._cache = KvCache.of(stored, max(row.room for row in self._rows))
-        else:
-            self._rows, self._hidden, self._cache = entering, hidden[owners], cache
+            self._note_experts(self._rows, self._record.recorded(len(contexts))[owners])
+        self._cache.select(owners)
+        self._hidden = hidden[owners]
 
     @staticmethod
     def _note_experts(rows: Sequence[_Sequence], chosen: Tensor) -> None:

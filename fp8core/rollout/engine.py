@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec
 
@@ -209,16 +208,6 @@ def check_scales(scales: PolicyScales, version: int, needed: int) -> None:
         raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
     if needed and len(scales.layers) != needed:
         raise ValueError(f"{len(scales.layers)} layers have scales, the model has {needed}")
-
-
-def check_lengths(groups: Sequence[PromptGroup], max_new_tokens: int, setting: str, longest: int) -> None:
-    for group in groups:
-        length = len(group.prompt) + max_new_tokens
-        if length > longest:
-            raise UserError(
-                f"prompt {group.prompt_id}: {len(group.prompt)} tokens and rollout.max_new_tokens={max_new_tokens} are "
-                f"{length}, {setting} is {longest}"
-            )
 
 
 @runtime_checkable

@@ -52,7 +52,7 @@ class EngineEntry:
         environment: variables that are set before its libraries are imported.
         gpus: on how many GPUs all engines generate; 0 for the host.
         tensor_parallel: GPUs, or places on a CPU, that share the layers of one engine.
-        longest: tokens of the longest prompt with its completion.
+        longest: its own limit of the tokens of a prompt with its completion.
         arithmetic: `exact` as the exact trainer, `kernels` as the packed one, `own` as neither.
         continues: how it goes on from `PromptGroup.begun`: `equal` with the tokens of one go, `anew`
             with others of the same distribution, or not.
@@ -71,7 +71,7 @@ class EngineEntry:
     memory: Callable[["RunConfig", "Architecture", "Device | None"], "EngineMemory"] = host_memory
     gpus: Callable[["RunConfig"], int] = lambda config: 0
     tensor_parallel: Callable[["RunConfig"], int] = lambda config: 1
-    longest: Callable[["RunConfig", "Architecture"], int] = lambda config, arch: arch.max_positions
+    longest: Callable[["RunConfig"], int | None] = lambda config: None
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
     continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
     sleeps: Callable[["RunConfig"], bool] = lambda config: False
@@ -92,11 +92,11 @@ def continuation_of(config: "RunConfig") -> Continuation:
 
 
 def longest_row(config: "RunConfig", arch: "Architecture") -> int:
-    return min(engine_entry(config).longest(config, arch), arch.max_positions)
+    return min(engine_entry(config).longest(config) or arch.max_positions, arch.max_positions)
 
 
 def longest_sequence(config: "RunConfig", arch: "Architecture") -> int:
-    longest = engine_entry(config).longest(config, arch)
+    longest = engine_entry(config).longest(config) or arch.max_positions
     return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, longest)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
-from typing import Any
 
 from fp8core.config.engines import SglangConfig, VllmConfig
 from fp8core.config.precision import PrecisionContract
@@ -81,17 +80,14 @@ def stock_refusals(contract: PrecisionContract, build: EngineBuild) -> Iterator[
         yield f"precision.rollout.linear=fp32: {build.described} computes in BF16 or FP8; set it to bf16 or fp8_block"
 
 
-def aligned_refusals(
-    place: str, contract: PrecisionContract, also: Mapping[str, tuple[Any, Any, str]]
-) -> Iterator[str]:
-    """`place`: the setting that chose the model. `also`: setting -> its value, the one it must be, and the reason."""
+def aligned_refusals(place: str, contract: PrecisionContract) -> Iterator[str]:
+    """`place`: the setting that chose the model."""
     rollout = contract.rollout
     needed = {
         "precision.rounding_points": (contract.rounding_points, POINTS, "its operations round there"),
         "precision.rollout.linear": (rollout.linear, "fp8_block", "its linears multiply codes"),
         "precision.rollout.kv_cache": (rollout.kv_cache, "fp8", "its attention reads an FP8 cache"),
         "precision.rollout.head": (rollout.head, "fp32", "its logits are FP32"),
-        **also,
     }
     for setting, (value, wanted, reason) in needed.items():
         if value != wanted:

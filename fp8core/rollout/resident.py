@@ -25,7 +25,6 @@ from fp8core.rollout.engine import (
     PromptGroup,
     Sampling,
     SyncReport,
-    check_lengths,
     check_scales,
     finish_of,
     generated,
@@ -63,30 +62,19 @@ class Output(NamedTuple):
 class ResidentEngine(ABC):
     """Holds one policy: nothing, then `expect`, `write` once or more, `finish`, until it sleeps or expects another.
 
-    `product`: what messages call it. `length_setting`: the setting that limits a prompt with its completion.
+    `product`: what messages call it.
     """
 
     product: ClassVar[str]
-    length_setting: ClassVar[str]
 
     def __init__(
-        self,
-        arch: Architecture,
-        contract: PrecisionContract,
-        *,
-        longest: int,
-        lowest: float,
-        sleeps: bool,
-        routes: bool,
+        self, arch: Architecture, contract: PrecisionContract, *, lowest: float, sleeps: bool, routes: bool
     ) -> None:
-        """Args:
-        longest: tokens of the longest prompt with its completion.
-        lowest: temperature above 0 that the engine samples at.
-        sleeps: whether `sleep` gives memory back.
-        routes: whether chosen experts can be reported.
-        """
+        """`lowest`: temperature above 0 that it samples at. `sleeps`: whether `sleep` gives memory back. `routes`:
+        whether chosen experts can be reported."""
         self._arch, self._contract = arch, contract
-        self._longest, self._lowest, self._sleeps, self._routes = longest, lowest, sleeps, routes
+        self._lowest, self._sleeps, self._routes = lowest, sleeps, routes
+        self._fp8_cache = contract.rollout.kv_cache == "fp8"
         self._numbers = count()
         self._parameters: dict[str, TensorSpec] = {}
         self._sent: dict[str, TensorSpec] = {}
@@ -108,7 +96,7 @@ class ResidentEngine(ABC):
             return self.finish(scales, version)
 
     def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
-        check_scales(scales, version, self._arch.num_layers if self._has_fp8_cache() else 0)
+        check_scales(scales, version, self._arch.num_layers if self._fp8_cache else 0)
         if sent != self._sent:
             shares = self._find_shares(sent)
             self._places = [
@@ -138,7 +126,7 @@ class ResidentEngine(ABC):
         # Blocks of another policy, or of other scales, would be read as if they were this one's.
         if not self.drop_prefixes():
             raise EngineUpdateError(f"{self.product} kept its prefix cache: requests are still running")
-        if self._has_fp8_cache():
+        if self._fp8_cache:
             self.ask_policies("set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
         self._complete = True
         return self._read_back(scales)
@@ -148,7 +136,16 @@ class ResidentEngine(ABC):
 
     def open_session(self, sampling: Sampling) -> "ResidentSession":
         """Raises UserError: the engine cannot sample at this temperature."""
-        self._prepare(sampling)
+        assert self._complete, "update() comes before a generation, also after sleep()"
+        assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
+        if 0 < sampling.temperature < self._lowest:
+            raise UserError(
+                f"rollout.temperature={sampling.temperature}: {self.product} samples at {self._lowest} or above"
+            )
+        if self._sleeps:
+            # Release the shared policy, which torch caches: a long-lived allocation inside this block, like a workspace
+            # of cuBLAS, would pin all of it.
+            torch.cuda.empty_cache()
         self._begin(sampling.temperature or 1.0)
         return ResidentSession(self, sampling)
 
@@ -182,6 +179,7 @@ class ResidentEngine(ABC):
     def describe(self) -> dict[str, object]:
         described = self.ask_policy("describe")
         return {
+            "kernels": kernels_by_type(described["linears"]),
             **self._described(described),
             "model": "aligned" if is_aligned(described) else "stock",
             "backend": described["attention"][0],
@@ -203,37 +201,6 @@ class ResidentEngine(ABC):
     def drop_prefixes(self) -> bool:
         """Forget all cached prompts; false while requests are running."""
 
-    def _prepare(self, sampling: Sampling) -> None:
-        assert self._complete, "update() comes before a generation, also after sleep()"
-        assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
-        if 0 < sampling.temperature < self._lowest:
-            raise UserError(
-                f"rollout.temperature={sampling.temperature}: {self.product} samples at {self._lowest} or above"
-            )
-        if self._sleeps:
-            # Release the shared policy, which torch caches: a long-lived allocation inside this block, like a workspace
-            # of cuBLAS, would pin all of it.
-            torch.cuda.empty_cache()
-
-    def _request(self, group: PromptGroup, i: int, sampling: Sampling) -> Request:
-        room, begun = group.room_of(i, sampling.max_new_tokens), len(group.begun_of(i))
-        return Request(group.context(i), sampling.temperature, room, group.seeds[i], begun, sampling.stop_ids)
-
-    def _completion(self, output: Output, group: PromptGroup, i: int, sampling: Sampling) -> Completion:
-        if output.reason == "abort":
-            raise EngineLost(f"{self.product} ends, as a signal asked it to")
-        assert output.reason in ("stop", "length"), f"{self.product} ended a request with {output.reason}"
-        # The reason of a last token that is both, the last of all and a stop, may be the length.
-        finish = finish_of(output.tokens, len(group.begun_of(i)), sampling)
-        experts = None
-        if sampling.report_experts:
-            positions = len(group.context(i)) + len(output.tokens) - 1
-            experts = recorded_experts(output.experts, self._arch.sparse_layers, positions)
-        return Completion(group.group, group.samples[i], output.tokens, output.logprobs, finish, experts)
-
-    def _has_fp8_cache(self) -> bool:
-        return self._contract.rollout.kv_cache == "fp8"
-
     def _read_parameters(self) -> None:
         found = self.ask_policy("parameters")
         self._parameters = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in found.items()}
@@ -242,7 +209,7 @@ class ResidentEngine(ABC):
         held = self.ask_policies("read_back")
         version = self._agreed("versions", [each["version"] for each in held])
         # Without an FP8 cache the engine has no use for scales, and none are written.
-        written = [written_scales(each["scales"]) if self._has_fp8_cache() else scales.layers for each in held]
+        written = [written_scales(each["scales"]) if self._fp8_cache else scales.layers for each in held]
         return SyncReport(version, self._digest(held), PolicyScales(scales.version, self._agreed("scales", written)))
 
     def _digest(self, held: Sequence[Mapping[str, Any]]) -> str:
@@ -298,20 +265,33 @@ class ResidentSession:
         return bool(self._open)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Where a prompt with its completion does not fit, none is sent."""
-        engine, sampling = self._engine, self._sampling
-        check_lengths(groups, sampling.max_new_tokens, engine.length_setting, engine._longest)
-        new = {next(engine._numbers): (group, i) for group in groups for i in range(len(group.seeds))}
+        new = {next(self._engine._numbers): (group, i) for group in groups for i in range(len(group.seeds))}
         self._open |= new
-        engine._submit({number: engine._request(*place, sampling) for number, place in new.items()})
+        self._engine._submit({number: self._request(*place) for number, place in new.items()})
 
     def step(self) -> list[Completion]:
-        found = self._engine._outputs()
-        return [self._engine._completion(output, *self._open.pop(n), self._sampling) for n, output in found]
+        return [self._completion(output, *self._open.pop(number)) for number, output in self._engine._outputs()]
 
     def close(self) -> None:
         running, self._open = list(self._open), {}
         self._engine._end(running)
+
+    def _request(self, group: PromptGroup, i: int) -> Request:
+        sampling = self._sampling
+        room, begun = group.room_of(i, sampling.max_new_tokens), len(group.begun_of(i))
+        return Request(group.context(i), sampling.temperature, room, group.seeds[i], begun, sampling.stop_ids)
+
+    def _completion(self, output: Output, group: PromptGroup, i: int) -> Completion:
+        if output.reason == "abort":
+            raise EngineLost(f"{self._engine.product} ends, as a signal asked it to")
+        assert output.reason in ("stop", "length"), f"{self._engine.product} ended a request with {output.reason}"
+        # The reason of a last token that is both, the last of all and a stop, may be the length.
+        finish = finish_of(output.tokens, len(group.begun_of(i)), self._sampling)
+        experts = None
+        if self._sampling.report_experts:
+            positions = len(group.context(i)) + len(output.tokens) - 1
+            experts = recorded_experts(output.experts, self._engine._arch.sparse_layers, positions)
+        return Completion(group.group, group.samples[i], output.tokens, output.logprobs, finish, experts)
 
 
 def kernels_by_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

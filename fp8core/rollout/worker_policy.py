@@ -16,8 +16,6 @@ from fp8core.rollout.slots import Cut, Share, Shares, Slot
 
 # A copy of its own costs a processor as long as this takes to copy; smaller ones are launched together.
 _LARGE_BYTES = 4 << 20
-# Of the smaller ones.
-_TOGETHER_BYTES = 64 << 20
 
 
 class _Rows(NamedTuple):
@@ -47,7 +45,7 @@ class WeightPlaces:
 
     def write(self, parameters: Mapping[str, Tensor], received: SharedTensors) -> None:
         self._check_addresses(parameters)
-        targets, sources, together = list[Tensor](), list[Tensor](), 0
+        targets, sources = list[Tensor](), list[Tensor]()
         for name, (spec, flat) in received.items():
             place = self._places[name]
             if place.flat is None or place.cut is not None:
@@ -59,13 +57,9 @@ class WeightPlaces:
             assert spec == place.spec, name
             if spec.bytes >= _LARGE_BYTES:
                 place.flat.copy_(flat)
-                continue
-            targets.append(place.flat)
-            sources.append(flat)
-            together += spec.bytes
-            if together >= _TOGETHER_BYTES:
-                torch._foreach_copy_(targets, sources)
-                targets, sources, together = [], [], 0
+            else:
+                targets.append(place.flat)
+                sources.append(flat)
         if targets:
             torch._foreach_copy_(targets, sources)
 

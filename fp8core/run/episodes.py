@@ -20,8 +20,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine
-from fp8core.rollout.episode import Begun, Episode, TurnBudget
-from fp8core.rollout.episodes import MultiTurn, Pool, one_turn_episodes, run_episodes
+from fp8core.rollout.episodes import Begun, Episode, MultiTurn, Pool, TurnBudget, one_turn_episodes, run_episodes
 from fp8core.rollout.registry import longest_row
 from fp8core.store.tables import key_of, text_digest
 

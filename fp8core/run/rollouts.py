@@ -20,8 +20,7 @@ from fp8core.rewards.scorer import OUTCOMES, Answer, Key, Verdict, VerdictOutcom
 from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import PromptGroup, RolloutEngine, sample_seed
-from fp8core.rollout.episode import Episode
-from fp8core.rollout.episodes import Pool
+from fp8core.rollout.episodes import Episode, Pool
 from fp8core.rollout.registry import longest_row
 from fp8core.rollout.stream import Row
 from fp8core.run.context import RunContext

@@ -11,8 +11,7 @@ import pyarrow as pa
 from fp8core.progress import tell_progress
 from fp8core.rl.batch import routes, routes_column
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
-from fp8core.rollout.episode import Begun, Episode
-from fp8core.rollout.episodes import Pool
+from fp8core.rollout.episodes import Begun, Episode, Pool
 from fp8core.rollout.stream import GroupPlace, Row
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import EpisodePlayer, RecordedPool, begun_of, seconds_of

@@ -26,7 +26,7 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.processes.variables import set_variables
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PolicyScales
-from fp8core.rollout.episode import Episode
+from fp8core.rollout.episodes import Episode
 from fp8core.rollout.vllm.entry import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.run.policy import check_report

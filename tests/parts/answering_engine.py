@@ -57,12 +57,6 @@ def start(arguments: dict[str, Any]) -> HostedEngine:
     return HostedEngine()
 
 
-def fail(arguments: dict[str, Any]) -> HostedEngine:
-    """In place of `host.start_engine`: it fails when a process is up."""
-    started_scheduler()
-    raise ValueError("no memory is left for the cache")
-
-
 def _run() -> None:
     end_with_parent.follow_parent()
     time.sleep(600)

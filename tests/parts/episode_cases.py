@@ -15,8 +15,7 @@ from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.rewards.scorer import Key
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
-from fp8core.rollout.episode import Episode, TurnBudget
-from fp8core.rollout.episodes import MultiTurn, run_episodes
+from fp8core.rollout.episodes import Episode, MultiTurn, TurnBudget, run_episodes
 
 TURNS = 10
 _CHARACTERS = "0123456789+-*=,#[]$ abcdefgh"

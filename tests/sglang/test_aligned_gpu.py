@@ -21,7 +21,7 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling
-from fp8core.rollout.episode import Episode
+from fp8core.rollout.episodes import Episode
 from fp8core.run.policy import check_formats, check_report
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 

@@ -19,7 +19,6 @@ from episode_cases import (
     short_play,
 )
 from generation_cases import (
-    STOPS,
     build_groups,
     check_a_fault_shows,
     check_a_generation_that_is_left_gives_way_to_an_update,
@@ -29,20 +28,16 @@ from generation_cases import (
     check_known_tokens_are_scored,
     check_logprobs_are_those_of_the_distribution_sampled_from,
     check_near,
-    check_small_model,
     check_tokens_come_as_often_as_their_logprobs_say,
     collect,
     drawn_together_and_alone,
     errors,
     part_and_whole_group,
-    sent_and_held_scales,
     share_parted,
-    with_a_bf16_head,
 )
-from sglang_cases import FP8, SHAPE, shared, start_engine
+from sglang_cases import FP8, shared, start_engine
 
-from fp8core.errors import EngineLost, UserError
-from fp8core.models.architecture import Architecture, RopeScaling
+from fp8core.errors import EngineLost
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.rollout.slots import EngineUpdateError
@@ -74,13 +69,6 @@ def test_greedy_tokens_are_the_references(engine, policies):
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_known_tokens_are_scored_whether_they_would_be_drawn_or_not(engine, policies, temperature):
     check_known_tokens_are_scored(engine, policies[0], temperature)
-
-
-def test_prompts_that_are_too_long_are_refused(engine):
-    (group,) = build_groups(1, 1, longest=40, shortest=40)
-    with pytest.raises(UserError, match=r"40 tokens and rollout.max_new_tokens=250 are 290, .* is 256"):
-        collect(engine, [group], Sampling(1.0, 250, STOPS))
-    assert len(collect(engine, [group], Sampling(1.0, 216, frozenset()))[0].tokens) == 216
 
 
 def test_generation_follows_every_update(engine, policies):
@@ -221,34 +209,6 @@ def test_a_turn_draws_the_number_of_its_place(engine):
     later = collect(engine, [begun], sampling)
     assert {done.finish for done in later} == {"open"}
     assert sum(turn.tokens != done.tokens[3:4] for turn, done in zip(later, whole, strict=True)) < FEW * 64
-
-
-SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
-# Structures of Llama-3.2-1B and Qwen2.5-0.5B, in whole tiles: a shared embedding, scaled positions, biases, and heads
-# of 64.
-SMALL = [
-    {"family": "llama", "num_heads": 4, "rope_scaling": SCALING},
-    {"family": "qwen2", "qkv_bias": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", SMALL, ids=["llama", "qwen2"])
-def test_small_models_that_share_their_embedding(sglang_build, changes):
-    contract = with_a_bf16_head(FP8)
-    shape = {**SHAPE, "qk_norm": False, "tie_embeddings": True, **changes}
-    engine = start_engine(sglang_build, contract, shape=shape)
-    try:
-        check_small_model(engine, Architecture(**shape), contract, shared.build_policy)
-    finally:
-        engine.close()
-
-
-def test_scales_of_both_sources_reach_the_engine(engine, policies):
-    found = sent_and_held_scales(engine, policies, FP8)
-    assert found.keys() == {"logprob_pass", "fresh_pass"}
-    for sent, held in found.values():
-        assert held == [vars(layer) for layer in sent]
 
 
 # A tenth of the vocabulary, so that some stop.

@@ -14,7 +14,6 @@ from generation_cases import (
     check_generation_follows_every_update,
     check_near,
     collect,
-    sent_and_held_scales,
 )
 
 from fp8core.numerics.fingerprint import policy_digest
@@ -103,9 +102,3 @@ def test_scales_of_another_policy_are_refused(engine, policies):
 def test_this_vllm_has_the_scales_that_the_internals_set(engine):
     scales = [[1.0, 2.0, 3.0], [0.5, 0.25, 0.125]]
     assert engine.ask_policy("rewritten_scales", scales) == scales
-
-
-def test_scales_of_both_sources_reach_the_engine(engine, policies):
-    for sent, held in sent_and_held_scales(engine, policies, CONTRACT).values():
-        # vLLM without an FP8 cache has no use for scales.
-        assert held == ([vars(layer) for layer in sent] if ON_GPU else [])

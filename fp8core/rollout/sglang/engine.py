@@ -21,7 +21,7 @@ from fp8core.errors import EngineLost
 from fp8core.models.architecture import Architecture
 from fp8core.processes.variables import refuse_others
 from fp8core.rollout.requirements import EngineBuild
-from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine, kernels_by_type
+from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
 from fp8core.rollout.sglang.settings import (
     WORKER,
@@ -49,7 +49,6 @@ _WOKEN = {"weights": ["weights", "cuda_graph"], "kv_cache": ["kv_cache"]}
 
 class SglangEngine(ResidentEngine):
     product = "SGLang"
-    length_setting = "rollout.sglang.context_length"
 
     def __init__(
         self,
@@ -63,9 +62,7 @@ class SglangEngine(ResidentEngine):
         """Raises UserError: its environment is not prepared; EngineLost: it ended while it started."""
         refuse_others(required_environment(), "SGLang is started")
         longest = options.context_length or arch.max_positions
-        super().__init__(
-            arch, contract, longest=longest, lowest=_LOWEST_TEMPERATURE, sleeps=options.sleep, routes=False
-        )
+        super().__init__(arch, contract, lowest=_LOWEST_TEMPERATURE, sleeps=options.sleep, routes=False)
         self._build, self._graphs = build, options.graphs
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(
@@ -86,7 +83,6 @@ class SglangEngine(ResidentEngine):
             "version": self._build.described,
             **described_formats(described, self._contract, self._arch.num_layers),
             "rounding_points": executed_points(described),
-            "kernels": kernels_by_type(described["linears"]),
             "graphs": self._graphs,
         }
 

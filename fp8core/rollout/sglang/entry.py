@@ -43,10 +43,9 @@ def find_build(platform: str, version_of: VersionOf = installed_version) -> Engi
 
 def contract_refusals(contract: PrecisionContract, options: SglangConfig, build: EngineBuild) -> Iterator[str]:
     if options.model == "aligned":
-        size = options.page_size
-        fitting = size if size % _PAGE == 0 else f"a multiple of {_PAGE}"
-        pages = (size, fitting, "its attention reads parts of pages")
-        yield from aligned_refusals(_ALIGNED, contract, {"rollout.sglang.page_size": pages})
+        yield from aligned_refusals(_ALIGNED, contract)
+        if options.page_size % _PAGE:
+            yield f"{_ALIGNED}: rollout.sglang.page_size={options.page_size}, it must be a multiple of {_PAGE}"
         return
     yield from stock_refusals(contract, build)
     if contract.rounding_points != "stepwise":
@@ -104,14 +103,10 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
         gpu,
         options,
         share=("rollout.sglang.mem_fraction_static", options.mem_fraction_static),
-        longest=(_LONGEST, _longest(config, arch)),
+        longest=(_LONGEST, options.context_length or arch.max_positions),
         workspace=_WORKSPACE,
         workspace_in_share=False,
     )
-
-
-def _longest(config: RunConfig, arch: Architecture) -> int:
-    return config.rollout.sglang.context_length or arch.max_positions
 
 
 ENGINE = EngineEntry(
@@ -124,7 +119,7 @@ ENGINE = EngineEntry(
     environment=_environment,
     memory=_memory,
     gpus=lambda config: config.cluster.engines,
-    longest=_longest,
+    longest=lambda config: config.rollout.sglang.context_length,
     arithmetic=lambda config: "kernels" if config.rollout.sglang.model == "aligned" else "own",
     continues=lambda config: "equal" if config.rollout.sglang.model == "aligned" else "anew",
     sleeps=lambda config: config.rollout.sglang.sleep,

@@ -56,7 +56,6 @@ _NOTICE_SECONDS = 0.2
 
 class VllmEngine(ResidentEngine):
     product = "vLLM"
-    length_setting = "rollout.vllm.max_model_len"
     # False: requests compute all of their prompts, also what is cached.
     reads_prefixes = True
 
@@ -81,12 +80,11 @@ class VllmEngine(ResidentEngine):
             # Registers the quantisation method that `engine_arguments` names.
             import fp8core.rollout.vllm.in_place  # noqa: F401
         register_aligned_models()
-        longest = options.max_model_len or arch.max_positions
         self._build, self._options = build, options
         self._aligned = options.model == "aligned"
         # vLLM raises what is below its lowest temperature to that; the aligned model tempers its output itself.
         lowest = 0.0 if self._aligned else _LOWEST_TEMPERATURE
-        super().__init__(arch, contract, longest=longest, lowest=lowest, sleeps=options.sleep, routes=routes)
+        super().__init__(arch, contract, lowest=lowest, sleeps=options.sleep, routes=routes)
         before = multiprocessing.active_children()
         # vLLM reads the folder while it starts. One that is killed later leaves none.
         with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
@@ -112,13 +110,13 @@ class VllmEngine(ResidentEngine):
         self._read_parameters()
 
     def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
-        kernels = kernels_by_type(described["linears"])
+        kernels = dict.fromkeys(kernels_by_type(described["linears"]), ALIGNED_KERNEL)
         return {
             "engine": "vllm",
             "version": f"{self._build.distribution} {self._build.version}",
             **described_formats(described, self._contract, self._arch.num_layers),
             "rounding_points": executed_points(described, self._build),
-            "kernels": dict.fromkeys(kernels, ALIGNED_KERNEL) if self._aligned else kernels,
+            **({"kernels": kernels} if self._aligned else {}),
             **{name: described[name] for name in ("passes", "custom_ops", "compilation", "graphs", "runner")},
         }
 

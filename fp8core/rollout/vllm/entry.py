@@ -46,7 +46,7 @@ def contract_refusals(contract: PrecisionContract, options: VllmConfig, build: E
     if options.model == "aligned" and not build.on_gpu:
         yield f"{_ALIGNED}: {build.described}: it is made for Hopper; set it to stock"
     elif options.model == "aligned":
-        yield from aligned_refusals(_ALIGNED, contract, {})
+        yield from aligned_refusals(_ALIGNED, contract)
     else:
         yield from stock_refusals(contract, build)
     points, possible = contract.rounding_points, _possible_points(options, build)
@@ -182,15 +182,11 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
         gpu,
         options,
         share=(_SHARE, options.gpu_memory_utilization),
-        longest=(_LONGEST, _longest(config, arch)),
+        longest=(_LONGEST, options.max_model_len or arch.max_positions),
         workspace=_WORKSPACE,
         workspace_in_share=True,
         gpus=options.tensor_parallel,
     )
-
-
-def _longest(config: RunConfig, arch: Architecture) -> int:
-    return config.rollout.vllm.max_model_len or arch.max_positions
 
 
 ENGINE = EngineEntry(
@@ -204,7 +200,7 @@ ENGINE = EngineEntry(
     memory=_memory,
     gpus=lambda config: config.cluster.engines * config.rollout.vllm.tensor_parallel,
     tensor_parallel=lambda config: config.rollout.vllm.tensor_parallel,
-    longest=_longest,
+    longest=lambda config: config.rollout.vllm.max_model_len,
     arithmetic=lambda config: "kernels" if config.rollout.vllm.model == "aligned" else "own",
     # vLLM draws by a seed and a position in the aligned model alone.
     continues=lambda config: "equal" if config.rollout.vllm.model == "aligned" else "anew",

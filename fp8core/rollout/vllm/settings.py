@@ -54,7 +54,7 @@ _NORMS = ("rms_norm", "fused_add_rms_norm")
 # Where prompts enter while others decode: a larger step takes a GPU longer than its kernels take to launch.
 CAPTURED_TOKENS = 2048
 # A GiB of cache holds all that a test or a laptop generates.
-CPU_CACHE_GIB = 1.0
+_CPU_CACHE_GIB = 1.0
 _CPU_BLOCK = 32
 _CPU_BATCHED_TOKENS = 2048
 
@@ -89,12 +89,6 @@ def suggested_environment(threads: int, build: EngineBuild) -> dict[str, str]:
     else:
         suggested |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     return suggested
-
-
-def attention_backend(arch: Architecture, contract: PrecisionContract) -> str:
-    """FlashAttention, or the one that has our kernel for decode steps (vLLM calls what comes from outside CUSTOM)."""
-    fits = decode_kernel_takes(arch.head_dim, arch.num_heads // arch.num_kv_heads)
-    return "CUSTOM" if fits and contract.rollout.kv_cache == "fp8" else "FLASH_ATTN"
 
 
 def captures_prompts(options: VllmConfig) -> bool:
@@ -152,9 +146,16 @@ def engine_arguments(
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if arch.experts is not None and routes:
         arguments["enable_return_routed_experts"] = True
-    if not build.on_gpu:
-        return arguments | _cpu_arguments(options, longest)
-    return arguments | _cuda_arguments(arch, contract, options, max_batch)
+    if build.on_gpu:
+        return arguments | _cuda_arguments(arch, contract, options, max_batch)
+    return arguments | {
+        # vLLM takes back what a seeded request drew at the end of a part of its prompt, which CPU generators cannot do.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, longest),
+        "quantization": IN_PLACE,
+        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or _CPU_CACHE_GIB),
+        "block_size": _CPU_BLOCK,
+    }
 
 
 def _cuda_arguments(
@@ -169,10 +170,15 @@ def _cuda_arguments(
         own = {"mode": "NONE", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
     elif options.model == "aligned":
         own = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY" if options.graphs else "NONE"}
+    # FlashAttention, or the one that has our kernel for decode steps (vLLM calls what comes from outside CUSTOM).
+    ours = contract.rollout.kv_cache == "fp8" and decode_kernel_takes(
+        arch.head_dim, arch.num_heads // arch.num_kv_heads
+    )
+    backend = "CUSTOM" if ours else "FLASH_ATTN"
     arguments: dict[str, Any] = {
         # Left alone vLLM takes 2,048 here, and reads prompts in four times as many steps.
         "max_num_batched_tokens": max(options.batched_tokens, max_batch),
-        "attention_config": {"backend": attention_backend(arch, contract), "flash_attn_version": 3},
+        "attention_config": {"backend": backend, "flash_attn_version": 3},
         "compilation_config": {"custom_ops": custom_ops, "pass_config": dict.fromkeys(FUSIONS, False), **own},
     }
     if contract.rounding_points == "kernels":
@@ -185,17 +191,6 @@ def _cuda_arguments(
         # DeepGEMM is chosen by the environment: asked for by name, it would be demanded of layers in BF16 as well.
         arguments["moe_backend"] = "triton"
     return arguments
-
-
-def _cpu_arguments(options: VllmConfig, longest: int) -> dict[str, Any]:
-    return {
-        # vLLM takes back what a seeded request drew at the end of a part of its prompt, which CPU generators cannot do.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, longest),
-        "quantization": IN_PLACE,
-        "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or CPU_CACHE_GIB),
-        "block_size": _CPU_BLOCK,
-    }
 
 
 def _cache_bytes(gib: float | None) -> int | None:

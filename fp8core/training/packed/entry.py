@@ -170,7 +170,7 @@ def _build(
     formats = PackedFormats(
         training_formats(config.precision, arch.num_layers),
         rollout_formats(config.precision, arch.num_layers),
-        longest=engine_entry(config).longest(config, arch),
+        longest=engine_entry(config).longest(config) or arch.max_positions,
     )
     objective = Objective(config.loss, config.correction)
     device = torch.device(config.training.device)

@@ -23,22 +23,12 @@ def test_bf16_runs_everywhere(platform):
     check_contract(PrecisionContract.model_validate({"rollout": BF16, "training": BF16}), platform, corrected=False)
 
 
-def test_older_hardware_refuses_fp8_on_each_side():
-    platform = "sm_89"
+@pytest.mark.parametrize("platform", ["sm_89", "sm_100"])
+def test_other_hardware_refuses_fp8_on_each_side(platform):
     everything = refusal({}, platform)
     for setting in ("rollout.linear", "rollout.kv_cache", "training.linear", "training.kv_cache"):
         assert setting in everything
     assert "training.linear" not in refusal({"training": BF16}, platform)
-
-
-@pytest.mark.parametrize("name", ["fp32", "fp32_activations"])
-def test_blackwell_refuses_to_train_with_fp32_scales_and_says_what_to_do(name):
-    message = refusal({"scale_rule": name}, "sm_100")
-    assert f"scale_rule={name}: " in message
-    assert "set it to pow2" in message
-    assert "training.linear=bf16" in message
-    check_contract(PrecisionContract.model_validate({"scale_rule": name, "training": BF16}), "sm_100", corrected=True)
-    check_contract(PrecisionContract(scale_rule="pow2"), "sm_100", corrected=False)
 
 
 def test_unlike_sides_need_a_correction_or_consent():

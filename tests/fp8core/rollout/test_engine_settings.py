@@ -2,12 +2,10 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
-from fp8core.alignment.bounds import contract_of
 from fp8core.config.capability import Node
 from fp8core.config.engines import SglangConfig, VllmConfig
 from fp8core.config.load import load_config
@@ -18,7 +16,6 @@ from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.requirements import EngineBuild
 from fp8core.rollout.sglang import settings as sglang
 from fp8core.rollout.vllm.settings import (
-    captured_sizes,
     described_formats,
     engine_arguments,
     executed_points,
@@ -48,10 +45,6 @@ def arguments(architecture):
         return engine_arguments(arch, contract, VllmConfig(**options), build, routes=routes, **given)
 
     return found
-
-
-def _rounding(contract, points):
-    return contract.model_copy(update={"rounding_points": points})
 
 
 def test_fp8_on_hopper_is_pinned(arguments):
@@ -187,30 +180,6 @@ def test_what_vllm_runs_otherwise_is_named(described, complaint):
         check_formats(executed, FP8)
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({}, None),
-        ({"activations": "pow2"}, "scale_rule=pow2"),
-        ({"attention": [_attention("FlashAttentionBackend")] * 2}, "attention=fp8 by FlashAttentionBackend 3"),
-        (
-            {"linears": {f"model.layers.{i}.x_proj": {"kernel": "Other", "dtype": "float8_e4m3fn"} for i in range(2)}},
-            "linears in float8_e4m3fn by Other",
-        ),
-    ],
-)
-def test_what_sglang_runs_otherwise_is_named(change, complaint):
-    linear = {"kernel": "BlockFp8Linear", "dtype": "float8_e4m3fn"}
-    linears = {f"model.layers.{i}.mlp.down_proj": linear for i in range(2)}
-    described = _described(linears=linears, attention=[_attention("ScaledAttention", "float8_e4m3fn")] * 2) | change
-    executed = sglang.described_formats(described, FP8, 2) | {"rounding_points": "kernels of SGLang"}
-    if complaint is None:
-        check_formats(executed, FP8)
-        return
-    with pytest.raises(SyncError, match=complaint):
-        check_formats(executed, FP8)
-
-
 def test_the_aligned_model_computes_what_the_contract_says():
     described = _described(
         model="AlignedQwen3ForCausalLM",
@@ -268,35 +237,3 @@ def test_prompts_are_captured_where_they_enter_while_others_decode(settings, val
     config = load_config("qwen3-aligned", ["model=Qwen/Qwen3-8B-Base", *settings])
     hopper = Node("sm_90", packages={"vllm": "0.26.0"})
     assert engine_entry(config).environment(config, hopper).required["VLLM_USE_BREAKABLE_CUDAGRAPH"] == value
-
-
-@pytest.mark.parametrize("largest", [1, 100, 3000])
-def test_a_captured_step_is_at_most_a_quarter_larger_than_what_it_computes(largest):
-    sizes = captured_sizes(2048, largest)
-    assert largest in sizes
-    assert max(sizes) == max(2048, largest)
-    assert all(b - a <= max(8, a / 4) for a, b in pairwise(sizes))
-
-
-def test_sglang_is_started_as_the_contract_says(architecture):
-    def found(contract, **options):
-        return sglang.engine_arguments(architecture(**SHAPE), contract, SglangConfig(**options), "/folder", 256, 16)
-
-    stock = found(FP8, kv_cache_gib=0.5, page_size=16)
-    assert {stock[name] for name in ("quantization", "attention_backend", "sampling_backend")} == {"fp8_grpo"}
-    assert (stock["kv_cache_dtype"], stock["context_length"]) == ("fp8_e4m3", 258)
-    # A token has K and V of two layers of two heads of 128 bytes.
-    assert stock["max_total_tokens"] == (1 << 29) // 1024
-    plain = found(BF16, graphs=False)
-    assert (plain["kv_cache_dtype"], plain["disable_cuda_graph"], plain["max_total_tokens"]) == ("bf16", True, None)
-    aligned = found(KERNELS, model="aligned", page_size=16)
-    assert {aligned[name] for name in ("attention_backend", "sampling_backend")} == {"fp8_grpo_aligned"}
-
-
-def test_log_probs_of_the_aligned_model_are_promised_to_be_equal():
-    settings = {"rollout.engine": "sglang", "precision.rounding_points": "kernels", "rollout.sglang.page_size": 16}
-    contracts = {}
-    for model in ("stock", "aligned"):
-        config = load_config("h200-small", {**settings, "rollout.sglang.model": model})
-        contracts[model] = contract_of(config)[0]
-    assert contracts == {"stock": "matched", "aligned": "aligned"}

@@ -14,8 +14,7 @@ from fp8core.errors import UserError
 from fp8core.models.tokenizer import character_tokenizer
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
-from fp8core.rollout.episode import TurnBudget
-from fp8core.rollout.episodes import MultiTurn, one_turn_episodes, run_episodes
+from fp8core.rollout.episodes import MultiTurn, TurnBudget, one_turn_episodes, run_episodes
 from fp8core.run.episodes import begun_of, turn_rows
 
 # By the rule whose draws end no turn too early.
@@ -302,24 +301,3 @@ def test_a_session_gives_what_generate_gives(shape, pair_of, ragged_prompts, gro
     session.close()
     assert found == expected
     assert {c.finish for c in found.values()} == {"stop", "length", "open"}
-
-
-def test_a_session_takes_no_cache_for_that_of_other_tokens(pair, ragged_prompts, groups_of):
-    """Requests with the seeds of some that ended, which go on from them, or do not."""
-    sampling = Sampling(1.0, 12, frozenset())
-    groups = [replace(group, room=(3, 3)) for group in groups_of(ragged_prompts(3, 40), 2)]
-    session, first = pair.engine.open_session(sampling), {}
-    for asked in (groups, None):
-        if asked is None:
-            begun = {key: (*tokens, 5) for key, tokens in first.items()}
-            begun[1, 0] = (*first[1, 0][:1], 6, 7, 8)
-            asked = [
-                replace(group, begun=tuple(begun[group.group, i] for i in (0, 1)), room=(2, 2)) for group in groups
-            ]
-        session.add(asked)
-        found = {}
-        while session.busy:
-            found |= {(c.group, c.sample): c for c in session.step()}
-        first = first or {key: tuple(c.tokens) for key, c in found.items()}
-        assert found == {(c.group, c.sample): c for c in pair.generate(asked, sampling)}
-    session.close()

@@ -29,10 +29,9 @@ class HereEngine(ResidentEngine):
     """Two processes with all parameters each. `log` has what was asked of them and of the memory."""
 
     product = "Here"
-    length_setting = "rollout.here.longest"
 
     def __init__(self, sleeps: bool = False) -> None:
-        super().__init__(ARCH, PrecisionContract(), longest=16, lowest=0.5, sleeps=sleeps, routes=False)
+        super().__init__(ARCH, PrecisionContract(), lowest=0.5, sleeps=sleeps, routes=False)
         self.log: list[str] = []
         self.kept_prefixes = False
         self.policies = [HerePolicy(), HerePolicy()]
@@ -217,9 +216,6 @@ def test_a_generation_that_cannot_be_is_refused() -> None:
         engine.prepare(Sampling(0.1, 4, frozenset()))
     with pytest.raises(AssertionError, match="without routes"):
         engine.prepare(Sampling(1.0, 4, frozenset(), report_experts=True))
-    with pytest.raises(UserError, match=r"13 tokens and rollout.max_new_tokens=4 are 17, rollout.here.longest is 16"):
-        engine.prepare(SAMPLING, PromptGroup(0, "long", (1,) * 13, (0,), (0,)))
-    engine.prepare(SAMPLING, PromptGroup(0, "fits", (1,) * 12, (0,), (0,)))
 
 
 def test_groups_come_whole_and_what_is_left_is_dropped() -> None:

@@ -21,7 +21,7 @@ from fp8core.models.hub import PUBLISHED
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling, Session
 from fp8core.rollout.resident import ResidentEngine
 from fp8core.rollout.sglang.engine import HostPipe, SglangEngine
-from fp8core.rollout.sglang.host import ADD, Host, serve
+from fp8core.rollout.sglang.host import Host, serve
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError
 
 # Together more than the buffer of any pipe.
@@ -87,8 +87,7 @@ def hosted(engine: Counting) -> Iterator[HostPipe]:
 def session_of(pipe: HostPipe, tokens: int) -> Session:
     """Of an engine that holds a policy."""
     engine = SglangEngine.__new__(SglangEngine)
-    settings = {"longest": 1 << 30, "lowest": 0.0, "sleeps": False, "routes": False}
-    ResidentEngine.__init__(engine, ARCH, PrecisionContract(), **settings)
+    ResidentEngine.__init__(engine, ARCH, PrecisionContract(), lowest=0.0, sleeps=False, routes=False)
     engine._host, engine._complete = pipe, True
     return engine.open_session(Sampling(1.0, tokens, frozenset()))
 
@@ -131,16 +130,6 @@ def test_a_session_that_is_left_drops_what_runs_and_what_waits() -> None:
         again = session_of(pipe, 2)
         again.add([group(3, 1)])
         assert [(done.group, done.tokens) for done in finished(again)] == [(3, [1, 2])] * 2
-
-
-def test_no_more_requests_run_than_the_batch_has_places() -> None:
-    """SGLang has one place more: it counts a prompt that it cuts twice."""
-    engine = Counting()
-    with hosted(engine) as pipe:
-        session = session_of(pipe, 4)
-        session.add([group(number, 1) for number in range(12)])
-        assert len(finished(session)) == 24
-    assert engine.most == 8
 
 
 def test_a_session_takes_long_prompts_while_its_outputs_are_unread() -> None:
@@ -202,29 +191,6 @@ def test_the_end_of_a_process_of_sglang_in_the_middle_of_a_call_is_raised(start_
         pipe.receive()
     process.join(10)
     assert process.exitcode == -signal.SIGKILL
-
-
-def test_a_start_that_fails_leaves_no_process(start_host: StartHost, capfd: pytest.CaptureFixture[str]) -> None:
-    pipe, process = start_host(answering_engine.fail)
-    with pytest.raises(EngineLost, match="SGLang's host ended"):
-        pipe.answer()
-    process.join(10)
-    assert process.exitcode == 1
-    assert "no memory is left for the cache" in capfd.readouterr().err
-
-
-def test_a_close_while_requests_run_is_orderly(start_host: StartHost) -> None:
-    """The host is blocked in sending outputs, and the first message that it reads is the end."""
-    pipe, process = start_host(answering_engine.start)
-    pipe.answer()
-    pipe.send("session")
-    pipe.send(ADD, [(number, {"tokens": [1, 2], "sampling": {}, "target": None}) for number in range(8)])
-    assert pipe.comes(30)
-    pipe.close(time.monotonic() + 20)
-    process.join(5)
-    assert process.exitcode == 0
-    with pytest.raises(EngineLost, match="SGLang's host ended"):
-        pipe.call("release", [])
 
 
 def test_a_request_has_its_own_answer(tmp_path) -> None:

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.errors import UserError
 from fp8core.rollout.engine import Completion, PromptGroup
 from fp8core.rollout.stream import (
-    Generate,
     GroupPlace,
     Pace,
     Row,
@@ -139,26 +137,3 @@ def test_a_recorded_schedule_gives_the_stream_of_the_clock(pace: Pace, chunk: in
             assert run_ahead(again, step - 1, part, generate, enter) == part
         assert again.rows == live.rows
         rows = live.rows
-
-
-def silent(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
-    yield from ()
-
-
-def idle(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
-    for group in groups:
-        yield [Completion(group.group, sample, [], [], "open") for sample in group.samples]
-
-
-def forgetful(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
-    for done in generate(groups, places):
-        yield done[1:]
-
-
-@pytest.mark.parametrize("engine", [silent, idle, forgetful])
-def test_an_engine_that_leaves_a_completion_as_it_was_ends_the_run(engine: Generate) -> None:
-    pace, named = Pace(2, 1, None), "the engine wrote nothing to .* sample 0 of prompt 1/0"
-    with pytest.raises(UserError, match=named):
-        Stream([], pace, 0).complete(1, None, engine, enter)
-    with pytest.raises(UserError, match=named):
-        run_ahead(Stream([], pace, 0), 0, repeat(4), engine, enter)
