@@ -119,27 +119,22 @@ def subjects_of(full: Forward, contract: PrecisionContract, masters: Mapping[str
     plain = bf16.decoder.formats
     other = STEPWISE if plain.points is NATIVE else NATIVE
     parts = {"rounding": Forward(Decoder(arch, plain.with_points(other)), bf16.weights)}
-    if any(linear.name == "fp8_block" for layer in whole.layers for linear in layer.linears):
+    if any(linear.name == "fp8_block" for linear in whole.linears):
         parts["activations"] = Forward(Decoder(arch, _with_fp8_inputs(plain, whole)), bf16.weights)
         parts["weights"] = Forward(bf16.decoder, full.weights)
     if contract.rollout.kv_cache == "fp8":
-        cache = Fp8CacheAlone(plain.layers[0].attention)
-        parts["cache"] = Forward(Decoder(arch, plain.with_attention(cache)), bf16.weights, full.scales)
+        cache = Fp8CacheAlone(plain.attention)
+        parts["cache"] = Forward(Decoder(arch, replace(plain, attention=cache)), bf16.weights, full.scales)
     if contract.rollout.kv_cache == contract.recipe.attention == "fp8":
-        products = Decoder(arch, plain.with_attention(Fp8ProductsAlone()))
+        products = Decoder(arch, replace(plain, attention=Fp8ProductsAlone()))
         parts["attention"] = Forward(products, bf16.weights, full.scales)
     return Subjects(bf16, {**parts, "all": full})
 
 
 def _with_fp8_inputs(plain: Formats, whole: Formats) -> Formats:
     coded = Fp8InputsLinear(whole.recipe.activations)
-    layers = []
-    for ours, theirs in zip(plain.layers, whole.layers, strict=True):
-        qkv, output, gate_up, down = (
-            coded if its.name == "fp8_block" else own for own, its in zip(ours.linears, theirs.linears, strict=True)
-        )
-        layers.append(replace(ours, qkv=qkv, output=output, gate_up=gate_up, down=down))
-    return replace(plain, layers=tuple(layers))
+    pairs = zip(plain.linears, whole.linears, strict=True)
+    return replace(plain, linears=tuple(coded if theirs.name == "fp8_block" else ours for ours, theirs in pairs))
 
 
 @dataclass(frozen=True)

@@ -94,13 +94,12 @@ class Decoder:
         cos, sin = self.rotary_tables(positions)
         x, added = torch.nn.functional.embedding(tokens, weights.embedding), None
         for i, layer in enumerate(weights.layers):
-            form = self.formats.layers[i]
             x, normed = self._add_norm(x, added, layer.input_norm)
             q, k, v = self._qkv(i, layer, normed, cos, sin)
             if observe is not None:
                 observe(i, (q, k, v))
-            attended = _attend(form.attention, i, (q, k, v), context, scales[i] if scales else None)
-            x, normed = self._add_norm(x, form.output(attended, layer.output), layer.post_norm)
+            attended = _attend(self.formats.attention, i, (q, k, v), context, scales[i] if scales else None)
+            x, normed = self._add_norm(x, self.formats.linears[i](attended, layer.output), layer.post_norm)
             added = feed_forward(normed.flatten(0, 1), layer.mlp, self.formats.mlp(i), self._sparse.get(i), routing)
         return self._add_norm(x, added, weights.norm)[1]
 
@@ -130,7 +129,7 @@ class Decoder:
         return rounding(total), normed
 
     def fused_qkv(self, i: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        product = self.formats.layers[i].qkv(x, layer.qkv)
+        product = self.formats.linears[i](x, layer.qkv)
         return product if layer.qkv_bias is None else self.formats.rounding(product + layer.qkv_bias)
 
     def _qkv(self, i: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

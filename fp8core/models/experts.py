@@ -57,8 +57,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class MlpFormats:
-    gate_up: LinearFormat
-    down: LinearFormat
+    linear: LinearFormat
     rounding: Rounding
     points: RoundingPoints
 
@@ -132,8 +131,8 @@ def feed_forward(
 
 def mlp(x: Tensor, weights: MlpWeights, formats: MlpFormats, activated: Rounding) -> Tensor:
     """SwiGLU block: FP32 [tokens, hidden] to the same; `activated` rounds silu(gate)."""
-    gate, up = formats.gate_up(x, weights.gate_up).chunk(2, dim=-1)
-    return formats.down(swiglu(gate, up, formats.rounding, activated), weights.down)
+    gate, up = formats.linear(x, weights.gate_up).chunk(2, dim=-1)
+    return formats.linear(swiglu(gate, up, formats.rounding, activated), weights.down)
 
 
 class _RouterLogits(torch.autograd.Function):

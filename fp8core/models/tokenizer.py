@@ -86,7 +86,7 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        return self._backend.get_vocab()
+        return dict(self._backend.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids; special tokens written out in the text are recognised.

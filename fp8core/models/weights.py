@@ -2,7 +2,7 @@
 
 `stored_weights` quantises BF16 values, so a BF16 checkpoint of the policy quantises to the same bytes."""
 
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
@@ -64,31 +64,20 @@ _FUSED = {
 
 
 @dataclass(frozen=True)
-class LayerNames:
-    qkv: LinearName
-    output: LinearName
-    gate_up: LinearName
-    down: LinearName
-
-
-@dataclass(frozen=True)
 class StoredNames:
-    """`values`: the format of everything that is no linear of a layer; bf16 or fp32. `layers`: of the linears."""
+    """`values`: the format of everything that is no linear of a layer; bf16 or fp32. `layers`: of a layer's linears."""
 
     values: LinearName
-    layers: tuple[LayerNames, ...]
+    layers: tuple[LinearName, ...]
 
     @classmethod
     def by_layer(cls, *names: LinearName) -> "StoredNames":
-        """One format for all linears of a layer; the rest in BF16, or in FP32 when a layer is."""
-        return cls("fp32" if "fp32" in names else "bf16", tuple(LayerNames(*[name] * 4) for name in names))
+        """The rest in BF16, or in FP32 when a layer is."""
+        return cls("fp32" if "fp32" in names else "bf16", names)
 
     def of(self, parameter: str) -> LinearName:
         layer = layer_of(parameter)
-        if layer is None or not is_linear(parameter):
-            return self.values
-        name: LinearName = getattr(self.layers[layer], fused_linear(parameter))
-        return name
+        return self.values if layer is None or not is_linear(parameter) else self.layers[layer]
 
 
 @dataclass(frozen=True)
@@ -263,25 +252,13 @@ _POINTS: dict[PointsName, RoundingPoints] = {"stepwise": STEPWISE, "native": NAT
 
 
 @dataclass(frozen=True)
-class LayerFormats:
-    qkv: LinearFormat
-    output: LinearFormat
-    gate_up: LinearFormat
-    down: LinearFormat
-    attention: AttentionFormat
-
-    @property
-    def linears(self) -> tuple[LinearFormat, LinearFormat, LinearFormat, LinearFormat]:
-        return self.qkv, self.output, self.gate_up, self.down
-
-
-@dataclass(frozen=True)
 class Formats:
     """Everything that sets the precision of a decoder.
 
-    `rounding`: of values between operations. `points`: what is rounded inside operations."""
+    `linears`: by layer. `rounding`: of values between operations. `points`: what is rounded inside operations."""
 
-    layers: tuple[LayerFormats, ...]
+    linears: tuple[LinearFormat, ...]
+    attention: AttentionFormat
     head: HeadFormat
     rounding: Rounding
     points: RoundingPoints
@@ -291,34 +268,25 @@ class Formats:
         names: dict[str, LinearName] = {"fp8_block": "fp8_block", "bf16": "bf16", "fp32": "fp32"}
         return StoredNames(
             values="fp32" if self.rounding is keep_fp32 else "bf16",
-            layers=tuple(LayerNames(*(names[linear.name] for linear in layer.linears)) for layer in self.layers),
+            layers=tuple(names[linear.name] for linear in self.linears),
         )
 
     def describe(self) -> dict[str, object]:
         return {
-            "linear": [_names(layer.linears) for layer in self.layers],
-            "attention": _names(layer.attention for layer in self.layers),
+            "linear": [linear.name for linear in self.linears],
+            "attention": self.attention.name,
             "head": self.head.name,
             "scale_rule": self.recipe.name,
             "rounding_points": self.points.name,
         }
 
     def mlp(self, layer: int) -> MlpFormats:
-        form = self.layers[layer]
-        return MlpFormats(form.gate_up, form.down, self.rounding, self.points)
+        return MlpFormats(self.linears[layer], self.rounding, self.points)
 
     def with_points(self, points: RoundingPoints) -> "Formats":
         """The same with other roundings inside norms, rotary positions, SwiGLU, BF16 attention and routers."""
-        bf16 = Bf16Attention(points.weights)
-        layers = (replace(form, attention=bf16) if form.attention.name == "bf16" else form for form in self.layers)
-        return replace(self, points=points, layers=tuple(layers))
-
-    def with_attention(self, attention: AttentionFormat) -> "Formats":
-        return replace(self, layers=tuple(replace(layer, attention=attention) for layer in self.layers))
-
-
-def _names(forms: Iterable[LinearFormat | AttentionFormat]) -> str:
-    return "+".join(dict.fromkeys(form.name for form in forms))
+        attention = Bf16Attention(points.weights) if self.attention.name == "bf16" else self.attention
+        return replace(self, points=points, attention=attention)
 
 
 def rollout_formats(contract: PrecisionContract, num_layers: int) -> Formats:
@@ -333,7 +301,7 @@ def reference_formats(num_layers: int) -> Formats:
     """FP32 throughout, as `transformers` computes with FP32 weights; faster than the FP32 side of a contract."""
     fp32 = SidePrecision(linear="fp32", kv_cache="fp32")
     exact = _formats(PrecisionContract(rollout=fp32), fp32, "fp32", num_layers)
-    return replace(exact, layers=(_layer(Fp32Linear(), Fp32Attention()),) * num_layers)
+    return replace(exact, linears=(Fp32Linear(),) * num_layers, attention=Fp32Attention())
 
 
 def _formats(contract: PrecisionContract, side: SidePrecision, backward: LinearName, num_layers: int) -> Formats:
@@ -343,18 +311,14 @@ def _formats(contract: PrecisionContract, side: SidePrecision, backward: LinearN
     points = NOWHERE if side.linear == "fp32" else _POINTS[contract.rounding_points]
     bf16 = Bf16Attention(points.weights)
     forms: dict[str, AttentionFormat] = {**FP8_CACHE_FORMS, "bf16": bf16, "fp32": ExactFp32Attention()}
-    attention = forms[contract.attention_of(side)]
     return Formats(
-        layers=tuple(_layer(inner if recipe.in_fp8(i, num_layers) else outer, attention) for i in range(num_layers)),
+        linears=tuple(inner if recipe.in_fp8(i, num_layers) else outer for i in range(num_layers)),
+        attention=forms[contract.attention_of(side)],
         head=FP32_HEAD if side.head == "fp32" else BF16_HEAD,
         rounding=keep_fp32 if side.linear == "fp32" else round_to_bf16,
         points=points,
         recipe=recipe,
     )
-
-
-def _layer(linear: LinearFormat, attention: AttentionFormat) -> LayerFormats:
-    return LayerFormats(qkv=linear, output=linear, gate_up=linear, down=linear, attention=attention)
 
 
 def _linear(forward: LinearName, backward: LinearName, recipe: Recipe) -> LinearFormat:

@@ -126,7 +126,7 @@ class EmbeddedEngine:
         self._scales: PolicyScales | None = None
 
     def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
-        fp8_cache = any(layer.attention.name in FP8_CACHE_FORMS for layer in self._decoder.formats.layers)
+        fp8_cache = self._decoder.formats.attention.name in FP8_CACHE_FORMS
         check_scales(scales, version, self._decoder.arch.num_layers if fp8_cache else 0)
         stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._weights = load_policy(self._decoder.arch, PreparedWeights(stored, self._decoder.formats.recipe.weights))

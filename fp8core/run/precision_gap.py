@@ -156,7 +156,7 @@ def _calibrated(config: RunConfig, unscaled: Forward, batch: TokenBatch) -> Sequ
     if config.precision.rollout.kv_cache != "fp8":
         return ()
     arch, formats = unscaled.decoder.arch, unscaled.decoder.formats
-    decoder = Decoder(arch, formats.with_attention(Bf16Attention(formats.points.weights)))
+    decoder = Decoder(arch, replace(formats, attention=Bf16Attention(formats.points.weights)))
     statistics = KvStatistics(arch.num_layers)
     for _, part in batch.slices(config.training.micro_batch):
         observe = partial(statistics.observe, valid=part.valid, scales=None)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -113,7 +114,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
             FullWeights(masters) if training.lora is None else AdaptedWeights(masters, training.lora, seed)
         )
         self._decoder = Decoder(arch, formats)
-        self._unscaled = Decoder(arch, formats.with_attention(Bf16Attention(formats.points.weights)))
+        self._unscaled = Decoder(arch, replace(formats, attention=Bf16Attention(formats.points.weights)))
         self._shipped_formats = shipped_formats
         # Of the policy as it is now, by the formats of its parameters; what is shipped and what passes read is one.
         self._prepared: dict[StoredNames, PreparedWeights] = {}

@@ -217,7 +217,7 @@ def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterator[s
         mlp, sparse = f"model.layers.{layer}.mlp", layer in arch.sparse_layers
         if sparse:
             yield f"{mlp}.gate"
-        if formats.layers[layer].gate_up != "fp8_block":
+        if formats.layers[layer] != "fp8_block":
             yield f"{mlp}.experts" if sparse else f"{mlp}.gate_up_proj"
 
 

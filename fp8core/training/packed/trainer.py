@@ -84,7 +84,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         super().__init__(training, objective, ranks)
         self.arch, self._formats, self._device = arch, formats, device
         self._flag = FiniteFlag(device)
-        names = [layer.qkv.name for layer in formats.training.layers]
+        names = [linear.name for linear in formats.training.linears]
         blocks: dict[str, Blocks] = {
             "fp8_block": Fp8Blocks(formats.training.recipe, self._flag),
             "bf16": Bf16Blocks() if "fp8_block" not in names else InvariantBf16Blocks(),
@@ -102,7 +102,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         for name, collector in self._decoder.named_parameters():
             collector.requires_grad_(self._masters.collects(name))
         bf16 = Bf16Attention(formats.training.points.weights)
-        forms = formats.training.layers[0].attention, bf16
+        forms = formats.training.attention, bf16
         self._attention, self._unscaled = (PackedAttention(form, formats.longest) for form in forms)
         self._gradients: dict[str, Tensor] = {}
         self._optimiser = InPlaceAdamW(self._masters.learnt(), training)

@@ -30,9 +30,9 @@ from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import Sampling
 
 FORMATS = {
-    "fp8": MlpFormats(Fp8BlockLinear(POW2), Fp8BlockLinear(POW2), round_to_bf16, STEPWISE),
-    "fp8, fp32 scales": MlpFormats(Fp8BlockLinear(FP32), Fp8BlockLinear(FP32), round_to_bf16, STEPWISE),
-    "bf16": MlpFormats(Bf16Linear(), Bf16Linear(), round_to_bf16, STEPWISE),
+    "fp8": MlpFormats(Fp8BlockLinear(POW2), round_to_bf16, STEPWISE),
+    "fp8, fp32 scales": MlpFormats(Fp8BlockLinear(FP32), round_to_bf16, STEPWISE),
+    "bf16": MlpFormats(Bf16Linear(), round_to_bf16, STEPWISE),
 }
 HIDDEN, WIDTH, COUNT = 144, 72, 5
 STOP = frozenset({1, 7, 11})
@@ -96,7 +96,7 @@ def test_router_logits_are_those_of_fp64_and_of_any_batch():
 def test_where_vllm_rounds_logits_experts_are_chosen_and_weighted_by_rounded_ones(points, gates_in_bf16):
     """The exact logits would send some of these tokens elsewhere; silu is rounded in experts, compiled or not."""
     weights, x = layer_of("bf16"), normal(4000, HIDDEN, seed=8)
-    forms, routing = MlpFormats(Bf16Linear(), Bf16Linear(), round_to_bf16, points), RecordedRouting()
+    forms, routing = MlpFormats(Bf16Linear(), round_to_bf16, points), RecordedRouting()
     found = feed_forward(x, weights, forms, 0, routing)
     exact = router_logits(x, weights.router)
     rounded = exact.bfloat16().float()
@@ -149,7 +149,7 @@ def test_gradients_reach_the_router_through_the_gates_of_a_replayed_choice():
     worst = top_k(-router_logits(x, layer.router).detach(), 2)
     assert not torch.equal(worst, top_k(router_logits(x, layer.router), 2))
     replay = ReplayedRouting(worst[None, :, None])
-    formats = MlpFormats(Fp32Linear(), Fp32Linear(), keep_fp32, NOWHERE)
+    formats = MlpFormats(Fp32Linear(), keep_fp32, NOWHERE)
     slope = normal(6, HIDDEN, seed=32)
     found = torch.autograd.grad((feed_forward(x, layer, formats, 0, replay) * slope).sum(), [x, gate, *masters])
 

@@ -71,10 +71,7 @@ def test_ready_weights_are_the_stored_values_times_their_tile_scales(architectur
 
 
 def kinds(formats):
-    """The type of each layer's linears, which is one."""
-    found = [{type(linear) for linear in layer.linears} for layer in formats.layers]
-    assert all(len(types) == 1 for types in found)
-    return [types.pop() for types in found]
+    return [type(linear) for linear in formats.linears]
 
 
 @pytest.mark.parametrize("formats_of", [rollout_formats, training_formats])
@@ -96,8 +93,8 @@ def test_both_sides_follow_their_part_of_the_contract():
     rollout, training = rollout_formats(contract, 2), training_formats(contract, 2)
     assert kinds(rollout) == [Fp8BlockLinear] * 2
     assert kinds(training) == [Bf16Linear] * 2
-    assert [type(layer.attention) for layer in rollout.layers] == [Fp16OverFp8Attention] * 2
-    assert [type(layer.attention) for layer in training.layers] == [Bf16Attention] * 2
+    assert type(rollout.attention) is Fp16OverFp8Attention
+    assert type(training.attention) is Bf16Attention
     assert (rollout.head, training.head) == (BF16_HEAD, FP32_HEAD)
 
 
@@ -105,7 +102,7 @@ def test_the_reference_rounds_nothing_below_fp32():
     formats = reference_formats(3)
     assert kinds(formats) == [Fp32Linear] * 3
     assert formats.stored_names() == StoredNames.by_layer("fp32", "fp32", "fp32")
-    assert [type(layer.attention) for layer in formats.layers] == [Fp32Attention] * 3
+    assert type(formats.attention) is Fp32Attention
     assert formats.head == FP32_HEAD
     assert formats.rounding(torch.tensor(1 + 2**-20)).item() == 1 + 2**-20
     assert {rounding for place, rounding in vars(formats.points).items() if place != "name"} == {keep_fp32}

@@ -96,7 +96,7 @@ def test_experts_are_those_of_the_forward_that_trains(recipe):
     chosen = chosen_experts(150, 3, COUNT)
     gates = normal(150, 3, seed=51).softmax(-1)
     found = grouped_experts(x, chosen, gates, held, Quantisers(recipe.activations))
-    formats = MlpFormats(Fp8BlockLinear(recipe), Fp8BlockLinear(recipe), round_to_bf16, STEPWISE)
+    formats = MlpFormats(Fp8BlockLinear(recipe), round_to_bf16, STEPWISE)
     ascending = chosen.sort(dim=1)
     expected = mix(x.float(), loaded, formats, ascending.values.long(), gates.gather(1, ascending.indices))
     apart = (found.float() - expected).abs()
