@@ -39,7 +39,7 @@ from statistics import fmean
 from benchmarks.harness import Row, ended, provenance, start, table, training_command, write_rows
 from benchmarks.small_hopper import step_ledger_row, timed_steps
 from fp8core.config.load import load_config
-from fp8core.parity.measure import VARIANTS, variant_settings
+from fp8core.parity import VARIANTS, variant_settings
 from fp8core.report.run_data import read_run
 from fp8core.store.layout import LEDGER
 from fp8core.store.metrics import HELDOUT, series

@@ -95,7 +95,6 @@ _COMMON = {
     "training.minibatches": 4,
     "evaluation": {"every": 1_000_000, "prompts": 1},
     "checkpoint.every": 1_000_000,
-    "tracking.sample_completions": 0,
 }
 # GiB for 256 completions: no more than 110,000 of their tokens are there at a time.
 _CACHE = {"bf16": 18.0, "fp8": 14.5}

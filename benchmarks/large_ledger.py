@@ -56,7 +56,6 @@ _COMMON = {
     "reward.verifier": "benchmarks.random_reward:score",
     "evaluation": {"every": 1_000_000, "prompts": 1},
     "checkpoint.every": 1_000_000,
-    "tracking.sample_completions": 0,
 }
 _SIZES = {
     # In BF16 a cache for 256 completions did not fit beside the trainer.

@@ -2,7 +2,7 @@
 
 A pair is two trainings of one task and one seed: a variant and BF16. They answer the same held-out prompts, and each
 prompt gives one difference, at the end and as the mean of the curve. The interval of the mean is over pairs and prompts
-as two crossed samples (`fp8core.parity.measure.crossed_interval`). Prompts of different tasks share a column by their
+as two crossed samples (`fp8core.parity.crossed_interval`). Prompts of different tasks share a column by their
 rank alone. As that pairs them at random, the variance of the mean is that of prompts within tasks.
 
 Tasks are those that were trained, and no sample of others: what they differ by widens the interval all the same. The
@@ -20,8 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.harness import Row, table
-from fp8core.parity.measure import BASELINE, LearningCurve, Pair, curve_difference, end_difference
-from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS
+from fp8core.parity import BASELINE, FAIL, NOT_ENOUGH, PASS, LearningCurve, Pair, curve_difference, end_difference
 
 FP8, REDRAWN = "fp8-end-to-end-kv", "bf16-redrawn"
 VARIANTS = {BASELINE: "BF16", REDRAWN: "BF16, rounded anew", FP8: "FP8 everywhere"}

@@ -49,8 +49,8 @@ from flows.parity_plan import committed
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.errors import last_words
-from fp8core.parity.measure import BASELINE, learning_curve, variant_settings
-from fp8core.parity.measure import VARIANTS as FORMATS
+from fp8core.parity import BASELINE, learning_curve, variant_settings
+from fp8core.parity import VARIANTS as FORMATS
 from fp8core.report.run_data import read_run
 
 CONFIG, RESULT = "real-h200", "real_accuracy"

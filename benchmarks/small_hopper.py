@@ -31,7 +31,7 @@ from benchmarks.harness import Row, provenance, run_until, training_command, wri
 from benchmarks.tables import WALL, loop_tables
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
-from fp8core.parity.measure import VARIANTS, variant_settings
+from fp8core.parity import VARIANTS, variant_settings
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import RunData, read_run
 from fp8core.report.summary import union_seconds
@@ -389,7 +389,7 @@ def _durations(view: RunView) -> Iterator[float]:
 def _ordered(run: RunData, parts: Sequence[Mapping[str, float]]) -> list[str]:
     """Parts in the order of the pipeline, then what belongs to no task."""
     present = {name for part in parts for name in part}
-    tasks = [step.name for step in run.pipeline if step.name in present]
+    tasks = [name for name in run.seconds if name in present]
     return [*tasks, ARTIFACTS, ORCHESTRATION, WALL]
 
 

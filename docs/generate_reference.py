@@ -139,7 +139,6 @@ def _section_of(value: Schema, schema: Schema) -> str | None:
 def _setting(key: str, value: Schema, required: bool) -> str:
     """A default that shows its type stands for it, and of choices it is bold; bounds are in the code."""
     default, words = value.get("default"), _values(value)
-    default = default["limit"] if isinstance(default, dict) and "limit" in default else default
     shown = f"`{json.dumps(default, ensure_ascii=False)}`"
     if "enum" in value and default is not None:
         about = words.replace(f"`{default}`", f"**`{default}`**")

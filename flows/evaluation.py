@@ -13,10 +13,10 @@ from flows.run_lookup import description_of, find_run, reload_own
 from fp8core.config.load import Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, without_adapters
 from fp8core.data.prompt import Problem, refuse_unfit
-from fp8core.data.references import Readable, Unreadable, counted, readable
-from fp8core.data.source import SUFFIXES, RowSource, build_source
+from fp8core.data.references import Readable, counted, readable
+from fp8core.data.source import build_source
 from fp8core.errors import UserError
-from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, has_fp8, heldout_problems
+from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, has_fp8
 from fp8core.models.checkpoint import find_checkpoint
 from fp8core.processes.variables import set_variables
 from fp8core.report.console import Console
@@ -30,8 +30,7 @@ from fp8core.run.refusals import check_engine
 from fp8core.run.replay import RunSnapshot
 from fp8core.store.layout import POLICY, checkpoint_place
 
-_UNUSED = ("run", "steps", "loss", "checkpoint", "artifacts", "replay", "parity")
-"""Settings of a training that say nothing of a policy, or of how it answers."""
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,11 @@ class EvaluationRequest:
     step: int | None = None
     config: str | None = None
     data: str | None = None
-    split: str | None = None
     prompts: int | None = None
     samples: int = 1
     k: Sequence[int] | None = None
-    temperature: float | None = None
-    max_new_tokens: int | None = None
     precisions: Sequence[Precision] = ("configured",)
     seed: int = 0
-    confidence: float = 0.95
     overrides: Overrides | None = None
     parts: bool = False
 
@@ -73,24 +68,14 @@ def refuse(asked: EvaluationRequest) -> None:
 
     Raises UserError: there is no such target, step or configuration, or parameters contradict each other.
     """
-    if len(set(asked.precisions)) < len(asked.precisions):
-        raise UserError(f"precisions: {', '.join(asked.precisions)} names one twice")
     if _is_checkpoint(asked.target):
         if asked.step is not None:
             raise UserError(f"{asked.target}: is a checkpoint, which has no steps; omit step={asked.step}")
     else:
         run = RunSnapshot.read(find_run(asked.target))
         run.refuse_unknown(_step(run, asked.step))
-    given = asked.overrides or ()
-    keys = given if isinstance(given, Mapping) else [text.partition("=")[0] for text in given]
-    for key in keys:
-        if key.partition(".")[0] in _UNUSED:
-            raise UserError(f"{key}: an evaluation does not use it; omit it")
     config = _config(asked, Path(asked.target))
-    if asked.split is not None and (config.data.source == "chain" or config.data.source.endswith(SUFFIXES)):
-        raise UserError(f"split={asked.split}: data.source={config.data.source} has no splits; omit it")
     _counted(asked)
-    _temperature(asked, config)
     parted(asked, config)
 
 
@@ -151,39 +136,23 @@ def questions(asked: EvaluationRequest, config: RunConfig, found: Sequence[Probl
     return Questions(
         problems=list(found),
         samples=asked.samples,
-        temperature=_temperature(asked, config),
+        temperature=0.0 if asked.samples == 1 else config.rollout.temperature,
         seed=asked.seed,
-        counting=Counting(_counted(asked), asked.confidence, asked.seed),
+        counting=Counting(_counted(asked), CONFIDENCE, asked.seed),
         scored=len(found) if asked.parts else 0,
     )
 
 
 def problems(asked: EvaluationRequest, config: RunConfig, verifier: Verifier) -> Readable:
     """All rows of `data`, or the held-out prompts of the configuration. Raises UserError: they cannot be read."""
-    own = asked.data is None
-    found = readable(heldout_problems(config) if own else all_problems(config, asked.prompts), config, verifier)
-    if not found.left_out:
-        return found
-    if own:
-        found = _heldout(config, verifier)
+    if asked.data is None:
+        rows = build_source(config.data, config.evaluation).heldout(config.evaluation.prompts)
     else:
-        every, left_out = readable(all_problems(config, None), config, verifier)
-        found = Readable(every[: asked.prompts], left_out)
-    if len(found.problems) < (asked.prompts or 1):
-        total = len(found.problems) + len(found.left_out)
-        raise UserError(f"{config.data.source}: {counted(found.left_out, total)}; {len(found.problems)} are left")
+        rows = all_problems(config, asked.prompts)
+    found = readable(rows, config, verifier)
+    if not found.problems:
+        raise UserError(f"{config.data.source}: {counted(found.left_out, len(rows))}; none is left")
     return found
-
-
-def _heldout(config: RunConfig, verifier: Verifier) -> Readable:
-    """Those that a training of the configuration holds out, where some rows are left out."""
-    source, left_out = build_source(config.data, config.evaluation), list[Unreadable]()
-    while True:
-        found, more = readable(source.heldout(config.evaluation.prompts), config, verifier)
-        if not more:
-            return Readable(found, left_out)
-        assert isinstance(source, RowSource), "nothing is left out of what is generated"
-        source, left_out = source.without(row for row, _ in more), left_out + more
 
 
 def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
@@ -192,13 +161,14 @@ def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, Run
     Raises UserError: an engine is not available, or they need to be started differently.
     """
     found = _in_precisions(asked, config)
-    nodes = {name: members_node(one) for name, one in found.items()}
+    environments = {}
     for name, one in found.items():
-        check_engine(one, nodes[name])
-    environments = {name: engine_environment(one, nodes[name]) for name, one in found.items()}
-    first = asked.precisions[0]
-    for name, environment in environments.items():
-        if environment != environments[first]:
+        node = members_node(one)
+        check_engine(one, node)
+        environments[name] = engine_environment(one, node)
+    first, *others = environments
+    for name in others:
+        if environments[name] != environments[first]:
             raise UserError(f"precisions: the engine starts differently for {first} and {name}; ask for one at a time")
     set_variables(environments[first].required, environments[first].suggested)
     return found
@@ -247,9 +217,7 @@ def _config(asked: EvaluationRequest, weights: Path) -> RunConfig:
 def _given(asked: EvaluationRequest) -> dict[str, Any]:
     settings = {
         "data.source": asked.data,
-        "data.split": asked.split,
         "evaluation.prompts": asked.prompts if asked.data is None else None,
-        "rollout.max_new_tokens": asked.max_new_tokens,
     }
     return {key: value for key, value in settings.items() if value is not None}
 
@@ -261,14 +229,6 @@ def _counted(asked: EvaluationRequest) -> list[int]:
             f"k={k[-1]} needs as many samples of a prompt, but samples={asked.samples}; give --samples {k[-1]}"
         )
     return k
-
-
-def _temperature(asked: EvaluationRequest, config: RunConfig) -> float:
-    if asked.temperature is None:
-        return 0.0 if asked.samples == 1 else config.rollout.temperature
-    if asked.temperature == 0 and asked.samples > 1:
-        raise UserError(f"temperature=0 is greedy: {asked.samples} samples of a prompt would all be the same")
-    return asked.temperature
 
 
 def _is_checkpoint(target: str) -> bool:

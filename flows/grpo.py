@@ -4,6 +4,7 @@ fp8-grpo run tiny                             this function, in this process
 prefect deployment run fp8-grpo/tiny          this function, from a worker
 """
 
+import json
 import sys
 from typing import Annotated, Any, TextIO, cast
 
@@ -20,7 +21,6 @@ from flows.orchestration import LoggedLines, failed, prepare_logs
 from flows.parameters import FlowOverrides, RunName
 from flows.run_lookup import load_settings
 from flows.termination import stop_on_sigterm
-from flows.tracking.backlog import write_report
 from flows.tracking.session import Session, open_session
 from flows.tracking.store import quiet_store_logs, ui_command
 from flows.training_pages import TrainingPages
@@ -30,14 +30,14 @@ from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, printable
 from fp8core.progress import Part
 from fp8core.report.console import Console
-from fp8core.report.diagnosis import diagnose
 from fp8core.report.drawing import draw_png
-from fp8core.report.run_data import time_spent
-from fp8core.report.run_verdict import answer
-from fp8core.report.summary import CURVES, Summary, summarise
+from fp8core.report.pages import report_html
+from fp8core.report.run_data import read_run, time_spent
+from fp8core.report.run_verdict import verdict
+from fp8core.report.summary import CURVES, REPORT, summarise
 from fp8core.report.training_charts import training_charts
 from fp8core.run import loop
-from fp8core.run.execute import StepError, carried, history, stored_manifest
+from fp8core.run.execute import StepError, carried, stored_manifest
 from fp8core.run.loop import BoundError, TrainingPaused, next_step
 from fp8core.run.open import refuse_unrunnable
 from fp8core.run.policy import SyncError
@@ -45,7 +45,6 @@ from fp8core.run.resume import RedoError
 from fp8core.store.layout import SUMMARY
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Head
-from fp8core.store.run_view import RunView
 from fp8core.training.trainer import UpdateError
 
 
@@ -80,7 +79,7 @@ def grpo(
             # A command does so before it starts the flow.
             with Part("checking model and data", get_run_logger().info):
                 refuse_unrunnable(settings.model_copy(update={"run": run_name(settings)}), new_code=new_code)
-        return train(settings, new_code=new_code).model_dump(mode="json")
+        return train(settings, new_code=new_code)
     except (UserError, UpdateError, SyncError, RedoError, BoundError, ProcessLost) as error:
         return failed(str(error))
     except TrainingPaused as reason:
@@ -89,7 +88,7 @@ def grpo(
         return failed(str(error), error.__cause__)
 
 
-def train(config: RunConfig, *, new_code: bool = False) -> Summary:
+def train(config: RunConfig, *, new_code: bool = False) -> dict[str, Any]:
     """Train from the run's current step to its last step, or to the step in which SIGTERM comes."""
     console, name = Console(cast(TextIO, LoggedLines(sys.stdout)), config.steps), run_name(config)
     set_engine_variables(config)
@@ -103,37 +102,36 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
         return finish(session, console)
 
 
-def finish(session: Session, console: Console) -> Summary:
+def finish(session: Session, console: Console) -> dict[str, Any]:
     run, tracker = session.run, session.tracker
-    metrics, bounds, view = history(run), stop_bounds(run.config), RunView.read(run.directory.path)
+    folder, name, bounds = run.directory.path, run.directory.path.name, stop_bounds(run.config)
+    data = read_run(folder, name)
+    run.directory.write_text(REPORT, report_html([data]))
     crossed = run.directory.ledger.bounds(START + 1)
     # A run that was continued may have crossed other bounds than those that it has now.
     named = dict.fromkeys(entry.reason.partition(":")[0] for entry in crossed)
-    picture = run.directory.path / CURVES
-    name = run.directory.path.name
-    draw_png(training_charts(name, metrics, bounds), picture, f"{name}: {run.config.name}, seed {run.config.seed}")
-    learning = answer(metrics, prompts=run.config.evaluation.prompts).learning
-    diagnosis = diagnose(view, metrics, learning)
-    summary = summarise(
-        metrics,
-        session.overheads,
-        run=run.directory.path.name,
-        mlflow_run_id=tracker.run_id,
-        chain_head=str(Head.of(stored_manifest(run, next_step(run) - 1))),
+    title = f"{name}: {run.config.name}, seed {run.config.seed}"
+    draw_png(training_charts(name, data.history, bounds), folder / CURVES, title)
+    found = verdict(data)
+    summary = {
+        "run": name,
+        "mlflow_run_id": tracker.run_id,
+        "chain_head": str(Head.of(stored_manifest(run, next_step(run) - 1))),
         # As stored: no rank is needed any more, and one may be lost.
-        weights_digest=run.directory.store.get_json(carried(run, next_step(run))["policy"])["weights_digest"],
-        total_seconds=sum(view.process_seconds),
-        task_seconds=time_spent(view),
-        bounds=f"{', '.join(named)}; at the end {bounds.summary}" if crossed else bounds.summary,
-        bounds_crossed=len(crossed) if crossed or bounds.judges else None,
-        diagnosis=None if diagnosis is None else diagnosis.sentence,
-    )
-    run.directory.write_text(SUMMARY, summary.model_dump_json(indent=2) + "\n")
-    write_report(run)
+        "weights_digest": run.directory.store.get_json(carried(run, next_step(run))["policy"])["weights_digest"],
+        "seconds": {**time_spent(data.view), "total": sum(data.view.process_seconds)},
+        "bounds": f"{', '.join(named)}; at the end {bounds.summary}" if crossed else bounds.summary,
+        "bounds_crossed": len(crossed) if crossed or bounds.judges else None,
+        "diagnosis": None if found.diagnosis is None else found.diagnosis.sentence,
+        **summarise(data.history, session.overheads),
+    }
+    run.directory.write_text(SUMMARY, json.dumps(summary, indent=2) + "\n")
     session.mlflow.add_result()
     session.publisher.wake()
-    result = "collapsed" if diagnosis is not None and diagnosis.cause == "collapsed" else learning
-    console.summary(summary, run.directory.path, ui_command(tracker.uri), tracker.page, result)
+    ui = ui_command(tracker.uri)
+    places = {"report": str(folder / REPORT), "curves": str(folder / CURVES)}
+    places |= {"MLflow": tracker.page} if ui is None else {"MLflow UI": ui, "then open": tracker.page}
+    console.section(f"{name}: done", found.paragraphs, {**places, "chain": summary["chain_head"]})
     return summary
 
 

@@ -4,6 +4,7 @@ fp8-grpo parity tiny-nightly                        this function, in this proce
 prefect deployment run fp8-parity/nightly           this function, from a worker
 """
 
+import json
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -15,19 +16,18 @@ from flows.environment import bound_mlflow_requests
 from flows.launch import say
 from flows.orchestration import failed, prepare_logs, unanswered
 from flows.parameters import FlowOverrides, ParityName
-from flows.parity_plan import USUAL_VARIANTS, ParityPlan, ParityRequest, VariantName, committed, record_of, refuse
+from flows.parity_plan import ParityPlan, committed, record_of, refuse
 from flows.parity_training import train_one
 from flows.tracking.store import quiet_store_logs
 from flows.training_pages import artifact_key, show_markdown
 from fp8core.durable import PRIVATE, make_folder, write_file
 from fp8core.errors import UserError, first_line
-from fp8core.parity.measure import Measured, measure
-from fp8core.parity.page import parity_html, parity_markdown
-from fp8core.parity.verdict import FAIL, NOT_ENOUGH, judge, write_result
-from fp8core.report.run_data import read_run
+from fp8core.parity import Measured, headline_of, judge, measure, outcome_of, parity_markdown
+from fp8core.report.pages import report_html
+from fp8core.report.run_data import RunData, read_run
 
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
-PAGE, WORDS = "report.html", "report.md"
+PAGE = "report.html"
 
 
 # Prefect's form takes bounds from the types and descriptions from the docstring.
@@ -36,8 +36,7 @@ def parity(
     config: str = "tiny-nightly",
     name: ParityName | None = None,
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=100)] | None = None,
-    steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,
-    variants: Annotated[tuple[VariantName, ...], Field(min_length=1)] = USUAL_VARIANTS,
+    variants: Annotated[tuple[str, ...], Field(min_length=1)] | None = None,
     overrides: FlowOverrides = None,
 ) -> Any:
     """Train in BF16 and in FP8, and judge whether FP8 learns the same; returns the verdict.
@@ -48,15 +47,14 @@ def parity(
         config: A shipped name (tiny-nightly, gsm8k) or the path of a configuration.
         name: Name of the parity run; an existing one is continued, null makes one of date, settings and code.
         seeds: Seeds that every variant is trained with; null takes as many from 0 as `parity.seeds` says.
-        steps: GRPO steps of each training; null takes the configuration's.
-        variants: What to train; all but bf16 and stress are compared with bf16.
+        variants: What to train, as bf16 and fp8-end-to-end, of which others are compared with bf16; null: all.
         overrides: Any other setting, as {"parity.last_evaluations": 5}.
     """
     bound_mlflow_requests()
     quiet_store_logs()
     prepare_logs()
     try:
-        plan = refuse(ParityRequest(config, name, seeds, steps, variants, overrides), _date())
+        plan = refuse(config, _date(), name=name, seeds=seeds, variants=variants, overrides=overrides)
         make_folder(plan.folder, PRIVATE)
         say(f"parity {plan.name}: {len(plan.trainings)} trainings")
         return _verdict(plan, _train(plan))
@@ -87,32 +85,28 @@ def _train(plan: ParityPlan) -> dict[tuple[str, int], str]:
 
 
 def _verdict(plan: ParityPlan, failures: dict[tuple[str, int], str]) -> Any:
-    runs: dict[str, list[Any]] = {variant: [] for variant in plan.variants}
+    shown: dict[str, RunData] = {}
     measured: list[Measured] = []
     for training in plan.trainings:
         if committed(training.folder) is not None:
-            run = read_run(training.folder, training.folder.name)
-            runs[training.variant].append(run)
+            run = read_run(training.folder, training.variant)
+            shown.setdefault(training.variant, run)
             measured.append(measure(run, training.variant, training.seed, plan.config.parity.last_evaluations))
-    verdict = judge(
-        measured,
-        plan.config.parity,
-        variants=plan.variants,
-        seeds=plan.seeds,
-        platform=plan.platform,
-        failures=failures,
-    )
-    result = record_of(plan, verdict)
-    write_result(result, plan.folder)
-    text = parity_markdown(result, measured)
-    page = parity_html(result, measured, runs, plan.config.parity)
-    write_file(plan.folder / WORDS, text.encode())
-    write_file(plan.folder / PAGE, page.encode())
-    show_markdown(text, artifact_key(plan.name, "verdict"), result.headline[:200])
+    config = plan.config.parity
+    checks = judge(measured, config, variants=plan.variants, seeds=plan.seeds, failures=failures)
+    record, headline = record_of(plan, checks), headline_of(checks)
+    text = parity_markdown(plan.name, checks, measured)
+    write_file(plan.folder / "verdict.json", f"{json.dumps(record, indent=2)}\n".encode())
+    write_file(plan.folder / "report.md", text.encode())
+    if shown:
+        write_file(plan.folder / PAGE, report_html([*shown.values()]).encode())
+    show_markdown(text, artifact_key(plan.name, "verdict"), headline[:200])
     get_run_logger().info(text)
     say(f"{text}\n{plan.folder / PAGE}")
-    if result.outcome == FAIL:
-        return failed(result.headline)
-    if result.outcome == NOT_ENOUGH:
-        return unanswered(result.outcome, result.headline)
-    return Completed(message=result.headline, data=result.model_dump(mode="json"))
+    match outcome_of(checks):
+        case "FAIL":
+            return failed(headline)
+        case "PASS":
+            return Completed(message=headline, data=record)
+        case outcome:
+            return unanswered(outcome, headline)

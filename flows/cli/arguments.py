@@ -1,7 +1,6 @@
 """Arguments of several commands, with one syntax and one set of errors."""
 
 import argparse
-import math
 from collections.abc import Callable
 
 from fp8core.store.outputs import Output
@@ -35,21 +34,6 @@ def at_least(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
         return int(text)
 
     return count
-
-
-def number_that(fits: Callable[[float], bool], expected: str) -> Callable[[str], float]:
-    """The type of an argument of a number that fits, which errors call `expected`."""
-
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not fits(value):
-            raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
-        return value
-
-    return number
 
 
 def numbers(least: int, most: int, count: int) -> Callable[[str], list[int]]:

@@ -36,12 +36,11 @@ def add_commands(commands: Any) -> None:
 
 def graph(options: argparse.Namespace) -> int:
     from fp8core.config.load import load_config
-    from fp8core.report.text import pipeline_mermaid, pipeline_text
+    from fp8core.report.text import pipeline_text
     from fp8core.run.refusals import pipeline_of
 
     search_last(Path.cwd())
-    plan = pipeline_of(load_config(options.config, options.overrides))
-    say(f"{pipeline_text(plan)}\n\n{pipeline_mermaid(plan)}")
+    say(pipeline_text(pipeline_of(load_config(options.config, options.overrides))))
     return ExitCode.DONE
 
 

@@ -1,33 +1,58 @@
-"""`fp8-grpo doctor`: what this machine can run."""
+"""`fp8-grpo doctor`: what this machine can run, and how to install what is missing."""
 
 import argparse
+import os
+import platform
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flows.launch import say
 from flows.termination import ExitCode
+from fp8core.errors import UserError
 
 
 def add_commands(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="say what this machine can run")
-    text = "say, too, what a Ray cluster has: HOST:PORT of its head, or auto"
-    parser.add_argument("--address", type=_address, metavar="ADDRESS", help=text)
     parser.set_defaults(command=doctor)
 
 
 def doctor(options: argparse.Namespace) -> int:
-    from fp8core.report.doctor import examine
-
-    say(examine(options.address))
+    for line in (*_machine(), *_engines()):
+        say(line)
     return ExitCode.DONE
 
 
-def _address(text: str) -> str:
-    from pydantic import ValidationError
+def _machine() -> Iterator[str]:
+    from fp8core.store.manifest import installed_version
 
-    from fp8core.config.cluster import ClusterConfig
-
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    libraries = (f"{name} {installed_version(name)}" for name in ("torch", "prefect", "mlflow", "ray"))
+    yield f"Python {platform.python_version()}, {', '.join(libraries)}"
+    yield f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB"
+    # A missing or broken torch is a finding too.
     try:
-        ClusterConfig(address=text)
-    except ValidationError:
-        raise argparse.ArgumentTypeError(f"expected auto or HOST:PORT, found {text!r}") from None
-    return text
+        import torch
+    except (ImportError, OSError) as error:
+        yield f"torch cannot be imported: {error}; pip install --force-reinstall torch"
+        return
+    if not torch.cuda.is_available():
+        yield "no GPU that torch can use"
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        yield f"GPU {i}: {gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+
+
+def _engines() -> Iterator[str]:
+    from fp8core.config.shipped import ENGINES
+    from fp8core.rollout.registry import find_entry
+    from fp8core.training.registry import TRAINERS, find_trainer
+
+    settings: list[tuple[str, Callable[[str], Any]]] = [
+        *((f"rollout.engine={name}", find_entry) for name in ENGINES),
+        *((f"training.trainer={name}", find_trainer) for name in TRAINERS),
+    ]
+    for setting, find in settings:
+        try:
+            yield f"{setting}: ready, {find(setting.partition('=')[2]).requirements()}"
+        except (UserError, ImportError, OSError) as error:
+            yield f"{setting}: not ready, {str(error).removeprefix(f'{setting}: ')}"

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import add_output, add_overrides, add_trust, at_least, number_that, numbers
+from flows.cli.arguments import add_output, add_overrides, add_trust, at_least, numbers
 from flows.environment import prepare_prefect, search_last
 from flows.launch import explain, long_part, stopped
 from flows.run_lookup import admit_code, enter_origin, find_run
@@ -15,30 +15,17 @@ from flows.termination import ExitCode
 
 
 def add_commands(commands: Any) -> None:
-    parser = commands.add_parser("evaluate", help="measure a checkpoint: pass@k, maj@k and intervals, by precision")
+    parser = commands.add_parser("evaluate", help="measure a checkpoint: pass@k, majority and intervals, by precision")
     parser.add_argument("target", metavar="RUN|FOLDER", help="a run (name or folder), or the folder of a checkpoint")
     parser.add_argument("--step", type=at_least(0), metavar="N", help="step of the run (default: its last)")
     parser.add_argument("--config", help="configuration of a checkpoint's folder (default: that of the run)")
     parser.add_argument(
         "--data", metavar="SOURCE", help="a .jsonl file or Hugging Face dataset (default: the held-out prompts)"
     )
-    parser.add_argument("--split", help="split of a Hugging Face dataset")
     parser.add_argument("--prompts", type=at_least(1, 1_000_000), metavar="N", help="how many prompts")
     parser.add_argument("--samples", type=at_least(1, 4096), metavar="N", help="completions of each prompt (default 1)")
-    parser.add_argument(
-        "--k",
-        type=numbers(1, 4096, 4096),
-        metavar="K[,K]",
-        help="the k of pass@k and maj@k (default: 1 and all samples)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=number_that(lambda value: 0 <= value <= 10, "a number from 0 to 10"),
-        help="0 is greedy (default for one sample), else as configured",
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=at_least(1, 1 << 20), metavar="N", help="length limit (default: as configured)"
-    )
+    help_ = "the k of pass@k (default: 1 and all samples)"
+    parser.add_argument("--k", type=numbers(1, 4096, 4096), metavar="K[,K]", help=help_)
     parser.add_argument(
         "--precision",
         action="append",
@@ -51,12 +38,6 @@ def add_commands(commands: Any) -> None:
         "--parts", action="store_true", help="also measure the KL from BF16 of each part of FP8, on a CPU"
     )
     parser.add_argument("--seed", type=at_least(0), help="of samples and of resampling (default 0)")
-    parser.add_argument(
-        "--confidence",
-        type=number_that(lambda value: 0 < value < 1, "a share between 0 and 1"),
-        metavar="P",
-        help="of the intervals (default 0.95)",
-    )
     add_trust(parser)
     add_output(parser, "--json", "write the result as JSON")
     add_overrides(parser)

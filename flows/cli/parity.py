@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import at_least, numbers
+from flows.cli.arguments import numbers
 from flows.environment import prepare_prefect, search_last
 from flows.launch import explain, say, stopped
 from flows.termination import ExitCode
@@ -21,39 +21,23 @@ def add_commands(commands: Any) -> None:
         "config", nargs="?", metavar="CONFIG", help="a shipped configuration or a YAML file (default: tiny-nightly)"
     )
     parser.add_argument("--name", type=_name, help="name of the parity run; an existing one is continued")
-    parser.add_argument(
-        "--seeds",
-        type=numbers(0, 2**31 - 1, 100),
-        metavar="N[,N]",
-        help="seeds of every variant (default: as configured)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=at_least(1, 10_000_000),
-        metavar="N",
-        help="GRPO steps of each training (default: as configured)",
-    )
-    parser.add_argument(
-        "--variant",
-        action="append",
-        dest="variants",
-        metavar="NAME",
-        type=_variant,
-        help="what to train (default: all but fp8-rollout-kv, fp8-rollout-kv-corrected and asynchronous)",
-    )
+    seeds = numbers(0, 2**31 - 1, 100)
+    parser.add_argument("--seeds", type=seeds, metavar="N[,N]", help="seeds of every variant (default: as configured)")
+    help_ = "what to train (default: all)"
+    parser.add_argument("--variant", action="append", dest="variants", metavar="NAME", help=help_)
     parser.add_argument("--set", action="append", dest="overrides", metavar="KEY=VALUE", help="override a setting")
     parser.set_defaults(command=run_parity)
 
 
 def run_parity(options: argparse.Namespace) -> int:
     """Run the flow; returns the exit code: 0 for PASS, 1 for FAIL, 4 for NOT ENOUGH DATA. Raises UserError."""
-    from flows.parity_plan import ParityRequest, refuse  # Imports torch.
+    from flows.parity_plan import refuse  # Imports torch.
 
     search_last(Path.cwd())
-    names = ("config", "name", "seeds", "steps", "variants", "overrides")
+    names = ("config", "name", "seeds", "variants", "overrides")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     # The flow does so too. Here no server, folder or verdict comes of a mistake, and Prefect stores no password.
-    refuse(ParityRequest(**given), datetime.now(UTC).date().isoformat())
+    refuse(**{"config": "tiny-nightly", **given}, date=datetime.now(UTC).date().isoformat())
     prepare_prefect("flows.parity")
     # An exception, so that the training is closed and Prefect's server stops with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped("terminated", ExitCode.TERMINATED)))
@@ -63,7 +47,7 @@ def run_parity(options: argparse.Namespace) -> int:
 def _run(parameters: dict[str, Any]) -> int:
     """Prefect reads its environment when it is imported, hence not before `prepare_prefect`."""
     from flows.parity import parity
-    from fp8core.parity.verdict import NOT_ENOUGH
+    from fp8core.parity import NOT_ENOUGH
 
     state: Any = parity(**parameters, return_state=True)
     if state.is_completed() or state.name == NOT_ENOUGH:
@@ -76,12 +60,4 @@ def _run(parameters: dict[str, Any]) -> int:
 def _name(text: str) -> str:
     if len(text) > 80 or not re.fullmatch(RUN_NAME, text):
         raise argparse.ArgumentTypeError(f"expected up to 80 letters, digits, '.', '_' and '-', found {text!r}")
-    return text
-
-
-def _variant(text: str) -> str:
-    from fp8core.parity.measure import VARIANTS
-
-    if text not in VARIANTS:
-        raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(VARIANTS)}")
     return text

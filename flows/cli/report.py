@@ -1,15 +1,12 @@
 """`fp8-grpo report`: one HTML page that overlays one or more runs, from their folders alone."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_output
 from flows.launch import say, stopped
 from flows.run_lookup import find_run
 from flows.termination import ExitCode
-from flows.tracking.record import read_record
-from fp8core.errors import StoredFileError, UserError
 
 
 def add_commands(commands: Any) -> None:
@@ -25,10 +22,7 @@ def report_runs(options: argparse.Namespace) -> int:
     from fp8core.report.run_data import labels, read_run
 
     folders = [find_run(run) for run in options.runs]
-    for folder in folders:
-        if folders.count(folder) > 1:
-            raise UserError(f"{folder}: named twice")
-    runs = [read_run(folder, label, _error(folder)) for folder, label in zip(folders, labels(folders), strict=True)]
+    runs = [read_run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
     options.out.write(report_html(runs).encode())
     say(options.out.target)
     damaged = [f"{run.view.folder}: {line}" for run in runs for line in run.damaged]
@@ -36,11 +30,3 @@ def report_runs(options: argparse.Namespace) -> int:
         more = f" (and {len(damaged) - 1} more, which the page lists)" if len(damaged) > 1 else ""
         return stopped(f"{damaged[0]}{more}", ExitCode.FAILED)
     return ExitCode.DONE
-
-
-def _error(folder: Path) -> str | None:
-    try:
-        record = read_record(folder)
-    except StoredFileError:
-        return None  # A report needs no such file; whoever opens the run names it.
-    return None if record is None or record.error is None else record.error.partition("\n")[0]

@@ -1,5 +1,6 @@
 """The part of a training that a tracking service has not got yet: the ledger beyond the cursor in tracking.json."""
 
+import json
 import re
 from collections.abc import Iterator
 from itertools import takewhile
@@ -7,32 +8,35 @@ from pathlib import Path
 
 import yaml
 
-from flows.tracking.metric_names import (
-    CORE,
-    ERROR,
-    OVERHEAD,
-    SECONDS,
-    model_metrics,
-    shown_metrics,
-    shown_name,
-)
+from flows.tracking.metric_names import OVERHEAD, SECONDS, model_metrics, shown_metrics, shown_name
 from flows.tracking.record import change_record, mark_dead
-from flows.tracking.tables import completion_groups, sample_table, samples_due
-from flows.tracking.tracker import HEAD, RUN_DIRECTORY, TRAINING, Checkpoint, Tracker
+from flows.tracking.tracker import HEAD, RUN_DIRECTORY, TRAINING, Checkpoint, Table, Tracker
 from fp8core.alignment.bounds import stop_bounds
+from fp8core.config.layers import leaves
 from fp8core.config.run import RunConfig, public_dump
+from fp8core.report.completions import Row, largest_difference, pick_completions
+from fp8core.report.console import shows_sample
 from fp8core.report.pages import report_html
-from fp8core.report.run_data import read_run
-from fp8core.report.summary import CURVES, REPORT, ComparedTokens, Summary, overhead_ms
-from fp8core.report.text import pipeline_mermaid
+from fp8core.report.run_data import compared_artifacts, read_run
+from fp8core.report.summary import CURVES, REPORT, overhead_ms
+from fp8core.report.text import pipeline_text
 from fp8core.run.context import RunContext
 from fp8core.run.execute import committed_step, step_metrics, stored_manifest
 from fp8core.store.layout import POLICY, SUMMARY, manifest_place
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 from fp8core.store.manifest import Head
 from fp8core.store.metrics import TOKENS, TOKENS_PER_SECOND
+from fp8core.store.run_view import RunView
+from fp8core.store.tables import key_of
 
 COMPLETIONS = "completions.json"
+_SAMPLED = 8
+SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
+# As wide as MLflow shows them, the first six fit beside its list of files.
+COMPLETION_COLUMNS = (
+    *("prompt", "completion", "reward", "advantage", "mismatch", "step", "group", "sample"),
+    *("outcome", "detail"),
+)
 
 
 class Backlog:
@@ -107,7 +111,7 @@ class Backlog:
 
 def publish_description(run: RunContext, tracker: Tracker) -> None:
     bounds, config = stop_bounds(run.config), public_dump(run.config)
-    tracker.start(flat(config) | bounds.described())
+    tracker.start(leaves(config) | bounds.described())
     tags = {
         "alignment_contract": bounds.contract,
         "alignment_bounds": bounds.summary,
@@ -119,7 +123,7 @@ def publish_description(run: RunContext, tracker: Tracker) -> None:
     }
     tracker.set_tags(tags, _note(run))
     tracker.log_artifact("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-    tracker.log_artifact("graph.md", f"```mermaid\n{pipeline_mermaid(run.graph)}\n```\n")
+    tracker.log_artifact("graph.txt", pipeline_text(run.graph) + "\n")
 
 
 def publish_state(tracker: Tracker, crossed: BoundEntry | None, inexact: bool) -> None:
@@ -155,13 +159,13 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     shown |= {shown_name(f"time/{task}_seconds"): value for task, value in seconds.items()}
     tracker.log_step(index, shown, entry.committed_ms, {HEAD: str(Head.of(manifest))})
     tracker.log_artifact(manifest_place(index), manifest.model_dump_json(indent=2) + "\n")
-    if samples_due(run, index):
-        tracker.log_artifact(f"samples/step_{index:06d}.json", sample_table(run, index))
+    if shows_sample(index, run.config.steps) and (samples := sample_table(run, index)) is not None:
+        tracker.log_artifact(f"samples/step_{index:06d}.json", samples)
 
 
 def checkpoint_of(run: RunContext, entry: CheckpointEntry) -> Checkpoint:
     """Tag `checkpoint` names the folder that `transformers` loads."""
-    description, config, folder = run.directory.description(), run.config, run.directory.path
+    description, folder = run.directory.description(), run.directory.path
     assert description is not None, "an open run has its run.json"
     return Checkpoint(
         entry.step,
@@ -171,17 +175,12 @@ def checkpoint_of(run: RunContext, entry: CheckpointEntry) -> Checkpoint:
         tags={
             TRAINING: description.id,
             "run": folder.name,
+            "config": run.config.name,
+            "precision": precision(run.config),
             "step": str(entry.step),
             "weights_digest": entry.weights_digest,
             "checkpoint": str(folder / entry.uri / POLICY),
             "code_version": run.code_version,
-        },
-        settings={
-            "config": config.name,
-            "seed": str(config.seed),
-            "step": str(entry.step),
-            "precision": precision(config),
-            "scale_rule": config.precision.scale_rule,
         },
         metrics=model_metrics(step_metrics(run, entry.step)),
     )
@@ -195,11 +194,9 @@ def publish_result(run: RunContext, tracker: Tracker) -> None:
         tracker.log_artifact(COMPLETIONS, completions)
     judged = "kept" if stop_bounds(run.config).limits else "not judged"
     bounds = judged if run.directory.ledger.last_bound() is None else "crossed"
-    summary = Summary.model_validate_json((folder / SUMMARY).read_bytes())
-    compared = ComparedTokens(summary.tokens_compared, summary.tokens_compared_share)
-    note = [_note(run), f"`{ERROR.removeprefix(CORE)}` is over {compared.words}."]
-    note += [] if summary.diagnosis is None else [summary.diagnosis]
-    tracker.set_tags({"bounds": bounds, "diagnosis": summary.diagnosis or "none"}, "\n\n".join(note))
+    diagnosis = json.loads((folder / SUMMARY).read_bytes())["diagnosis"]
+    note = "\n\n".join(filter(None, [_note(run), diagnosis]))
+    tracker.set_tags({"bounds": bounds, "diagnosis": diagnosis or "none"}, note)
 
 
 def write_report(run: RunContext, error: str | None = None) -> Path:
@@ -214,18 +211,56 @@ def precision(config: RunConfig) -> str:
     return sides[0] if sides[0] == sides[1] else f"{sides[0]} / {sides[1]}"
 
 
-def flat(value: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested settings as dotted keys; the pipeline stays one value."""
-    leaves: dict[str, object] = {}
-    for key, item in value.items():
-        if isinstance(item, dict) and key != "pipeline":
-            leaves |= flat(item, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = item
-    return leaves
-
-
 def _note(run: RunContext) -> str:
     config = run.config
     what = f"**GRPO, `{config.name}`**: {config.steps} steps, seed {config.seed}, data `{config.data.source}`."
     return f"{what}\n\nPrecision: `{precision(config)}`. Report: artifact `{REPORT}`."
+
+
+def sample_table(run: RunContext, index: int) -> Table | None:
+    """The first completion of each of the first eight prompts of a step; None where gc removed them."""
+    store = run.directory.store
+    by_kind = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values() if store.path(ref).exists()}
+    if not by_kind.keys() >= {"prompts", "rollouts", "rewards"}:
+        return None
+    # Only these columns become Python objects: a step's tokens are millions.
+    prompts = store.get_table(by_kind["prompts"], ["group", "text", "reference"]).to_pylist()
+    rollouts = store.get_table(by_kind["rollouts"], ["group", "sample", "text"]).to_pylist()
+    rewards = store.get_table(by_kind["rewards"], ["reward", "outcome"]).to_pylist()
+    asked = {row["group"]: (row["text"], row["reference"]) for row in prompts}
+    rows = []
+    for completion, verdict in zip(rollouts, rewards, strict=True):
+        if completion["sample"] == 0:
+            prompt, reference = asked[completion["group"]]
+            rows.append((index, prompt, completion["text"], reference, verdict["reward"], verdict["outcome"]))
+    return Table(SAMPLE_COLUMNS, rows[:_SAMPLED])
+
+
+def completion_groups(run: RunContext) -> Table | None:
+    """Whole groups of the prompts that the report shows, early and late; None where no step has its completions.
+
+    `mismatch` is the largest |log p - log g| of a token, None for a completion that was not compared. A step that gc
+    thinned out, or that another task trained, has no advantages.
+    """
+    view = RunView.read(run.directory.path)
+    # The report names the unreadable files.
+    picked = pick_completions(view, compared_artifacts(view), [])
+    if not picked:
+        return None
+    rows = [row for group in picked for row in group]
+    prompts = {step: _prompts(run, step) for step in {row["step"] for row in rows}}
+    return Table(COMPLETION_COLUMNS, [_cells(row, prompts[row["step"]]) for row in rows])
+
+
+def _cells(row: Row, prompts: dict[str, str]) -> tuple[object, ...]:
+    numbers = (row["reward"], row["advantage"], largest_difference(row))
+    shown = (None if number is None else float(f"{number:.4g}") for number in numbers)
+    prompt = prompts.get(row["prompt_id"], row["prompt_id"])
+    return prompt, row["text"], *shown, row["step"], *key_of(row), row["outcome"], row["detail"]
+
+
+def _prompts(run: RunContext, index: int) -> dict[str, str]:
+    found = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind == "prompts"]
+    store = run.directory.store
+    tables = [store.get_table(ref, ["prompt_id", "text"]).to_pylist() for ref in found if store.path(ref).exists()]
+    return {row["prompt_id"]: row["text"] for rows in tables for row in rows}

@@ -173,7 +173,6 @@ class MlflowTracker:
                 name=checkpoint.name,
                 source_run_id=self.run_id,
                 tags=dict(checkpoint.tags),
-                params=dict(checkpoint.settings),
                 model_type=MODEL_TYPE,
             )
         )

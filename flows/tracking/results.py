@@ -26,13 +26,6 @@ EVALUATION = "fp8_grpo.evaluation"
 """Tag of an MLflow run: what was evaluated."""
 
 
-def _find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
-    experiment = client.get_run(run_id).info.experiment_id
-    own = f"source_run_id = '{run_id}' AND tags.step = '{step}'"
-    found = client.search_logged_models([experiment], own, max_results=1)
-    return found[0].model_id if found else None
-
-
 def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult) -> str:
     """Log a result; returns a line with the place, or the reason why not: MLflow may be away, and the result stands.
 
@@ -52,7 +45,9 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult) ->
             uri, experiment = store_of_folder(record.uri, folder, config.tracking.uri), record.experiment_id
             with store_errors(uri):
                 client = existing_store(uri)
-                model_id = _find_model(client, record.run_id, result.step)
+                own = f"source_run_id = '{record.run_id}' AND tags.step = '{result.step}'"
+                found = client.search_logged_models([experiment], own, max_results=1)
+                model_id = found[0].model_id if found else None
         with store_errors(uri):
             run_id = _log(client, uri, experiment, model_id, result, config.tracking.uri)
     except (Outage, UserError) as error:
@@ -111,17 +106,6 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
 
 
 def _params(result: EvaluationResult) -> dict[str, str]:
-    asked = (
-        "step",
-        "config",
-        "data",
-        "data_digest",
-        "prompts",
-        "samples",
-        "temperature",
-        "max_new_tokens",
-        "seed",
-        "confidence",
-    )
-    params = {name: str(getattr(result, name)) for name in asked}
+    asked = {"step", "config", "data", "data_digest", "prompts", "samples", "temperature", "max_new_tokens", "seed"}
+    params = {name: str(value) for name, value in result.model_dump(include=asked).items()}
     return {**params, "verifier": str(result.verifier["verifier"]), "precisions": ", ".join(result.precisions)}

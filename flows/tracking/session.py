@@ -1,14 +1,15 @@
 """One training in this process, from opening its folder to its final status in MLflow."""
 
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.tracking.backlog import Backlog
 from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.publisher import Publisher
 from flows.tracking.record import TrackingRecord, change_record, read_record, write_record
 from flows.tracking.store import resolve_tracking_uri, store_of_folder
 from flows.tracking.tracker import Outage, RunOutcome, Tracker
@@ -20,6 +21,76 @@ from fp8core.run.loop import TrainingPaused
 from fp8core.run.open import open_directory, open_run
 from fp8core.run.refusals import graph_of
 from fp8core.store.run_directory import RunDirectory
+
+# Pause between attempts.
+RETRY_SECONDS = 2.0
+# Longest wait of a finished training for a service that does not answer, and of one that failed or was stopped.
+OUTAGE_PATIENCE_SECONDS, STOPPED_PATIENCE_SECONDS = 60.0, 5.0
+
+
+class Publisher:
+    """A thread that mirrors a run's ledger to MLflow until `close` or `stop`; the training never waits for it."""
+
+    def __init__(self, backlog: Backlog, console: Console) -> None:
+        self._backlog, self._console = backlog, console
+        self._news, self._closed = threading.Event(), threading.Event()
+        self._deadline = float("inf")
+        """Time (monotonic) of the last attempt after the training ended."""
+        self._stopped = False
+        self._news.set()  # An earlier process may have left something.
+        self._life: Future[None] = ThreadPoolExecutor(1, "publisher").submit(self._follow)
+
+    def wake(self) -> None:
+        """Something was committed. Raises UserError: the run cannot be published."""
+        self._news.set()
+        if self._life.done():
+            self._life.result()
+
+    def close(self) -> None:
+        """Publish the rest, but wait for the service no longer than its patience. Raises as `wake`."""
+        self._end(OUTAGE_PATIENCE_SECONDS)
+        self._life.result()
+
+    def stop(self) -> None:
+        """Publish for a few seconds more; the user sees only the error that failed or stopped the training."""
+        self._stopped = True
+        self._end(STOPPED_PATIENCE_SECONDS)
+
+    def _end(self, patience: float) -> None:
+        self._deadline = time.monotonic() + patience
+        self._closed.set()
+        self._news.set()
+        try:
+            self._life.exception()
+        except BaseException:  # Ctrl-C ends the wait.
+            self._stopped, self._deadline = True, 0.0
+            raise
+
+    def _follow(self) -> None:
+        away = False
+        while True:
+            self._news.wait()
+            self._news.clear()
+            last = self._closed.is_set()
+            try:
+                for _ in self._backlog.publish():
+                    if self._stopped and time.monotonic() > self._deadline:
+                        return
+            except Outage as error:
+                if not away:
+                    away = True
+                    self._console.note(f"MLflow does not answer ({error}); metrics stay in the ledger and follow")
+                if last and (self._stopped or time.monotonic() + RETRY_SECONDS > self._deadline):
+                    return
+                # A training that ends is heard of during the pause.
+                (time.sleep if last else self._closed.wait)(RETRY_SECONDS)
+                self._news.set()
+                continue
+            if away:
+                away = False
+                self._console.note(f"MLflow answers again; it has every step up to {self._backlog.published}")
+            if last:
+                return
 
 
 @dataclass
@@ -41,7 +112,9 @@ def open_session(config: RunConfig, name: str, console: Console, *, new_code: bo
     graph = graph_of(config)
     with open_directory(config, name, new_code=new_code) as directory:
         tracker = _open_tracker(directory, config, name)
-        console.header(name, {"folder": str(directory.path), "MLflow": without_passwords(tracker.uri)})
+        console.section(
+            f"fp8-grpo run {name}", [], {"folder": str(directory.path), "MLflow": without_passwords(tracker.uri)}
+        )
         try:
             with (
                 open_run(config, graph, directory, console) as run,

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import sys
 import urllib.error
 import urllib.request
@@ -89,9 +88,7 @@ def ui_command(uri: str) -> str | None:
     """The shell command that starts the MLflow UI on the store at `uri`; None: a server has it at its address."""
     if is_server(uri):
         return None
-    beside_python = Path(sys.executable).with_name("mlflow")
-    on_path = shutil.which("mlflow")
-    program = "mlflow" if on_path is not None and Path(on_path) == beside_python else str(beside_python)
+    program = str(Path(sys.executable).with_name("mlflow"))
     return f"{shlex.quote(program)} ui --backend-store-uri {shlex.quote(without_passwords(uri))}"
 
 

@@ -35,7 +35,6 @@ class Checkpoint:
     name: str
     committed_ms: int
     tags: Mapping[str, str]
-    settings: Mapping[str, str]
     metrics: Mapping[str, float]
 
 

@@ -158,8 +158,6 @@ class TrackingConfig(Section):
         None, description="Tracking server or store; null: MLFLOW_TRACKING_URI, else sqlite beside the runs."
     )
     experiment: str = Field("fp8-grpo", min_length=1, description="MLflow's experiment that runs are logged to.")
-    sample_completions: int = Field(8, ge=0, le=1000, description="Completions a step in the sample table.")
-    sample_every: int = Field(10, ge=1, le=1_000_000, description="Steps between sample tables; first and last too.")
     system_metrics: bool = Field(True, description="Log the load of CPU, memory, disk and GPUs (system/...).")
 
     @field_validator("uri")

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation: pass@k, maj@k, their intervals, and differences of two evaluations.
+"""The numbers of an evaluation: pass@k, majority, their intervals, and differences of two evaluations.
 
 Samples of one prompt are not independent of one another; prompts are. So every interval is over one value a prompt:
 Wilson's for values that are right or wrong, else a bootstrap that resamples prompts.
@@ -15,19 +15,18 @@ from statistics import NormalDist, fmean
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue
 from scipy import stats
 
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem
-from fp8core.data.source import build_source, read_rows
+from fp8core.data.source import read_rows
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import OUTCOMES, Verdict
 from fp8core.rollout.registry import engine_entry
 
 _RESAMPLES = 10_000
-_SUBSETS = 2_000
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -40,42 +39,6 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return float(1 - Fraction(math.comb(samples - right, k), math.comb(samples, k)))
 
 
-def majority_at_k(right: int, others: Sequence[int], silent: int, k: int) -> float:
-    """Probability that the most frequent answer of k samples is right; a tie is won by each of its answers alike.
-
-    `right` samples have the right answer, `others` each wrong one; `silent` ones have no vote. Where there are more
-    than k samples, 2,000 random subsets of k vote, always the same.
-    """
-    counts = np.array([right, *others, silent])
-    assert 1 <= k <= counts.sum(), "k samples are drawn from them"
-    if k == counts.sum():
-        drawn = counts[None]
-    else:
-        drawn = np.random.default_rng(0).multivariate_hypergeometric(counts, k, size=_SUBSETS)
-    votes = drawn[:, :-1]
-    most = votes.max(axis=1)
-    tied = (votes == most[:, None]).sum(axis=1)
-    return float(np.where((votes[:, 0] == most) & (most > 0), 1 / tied, 0.0).mean())
-
-
-def wilson_interval(right: int, count: int, confidence: float) -> tuple[float, float]:
-    """Interval of a proportion from independent trials: honest near 0 and 1, too."""
-    interval = stats.binomtest(right, count).proportion_ci(confidence, method="wilson")
-    return float(interval.low), float(interval.high)
-
-
-def paired_interval(better: int, worse: int, count: int, confidence: float) -> tuple[float, float]:
-    """Interval of the difference of two proportions of the same trials, honest where none or few of them differ.
-
-    (Bonett and Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on paired
-    data".) `better` and `worse` count the trials that succeeded on one side alone.
-    """
-    z, trials = NormalDist().inv_cdf(0.5 + confidence / 2), count + 2
-    more, fewer = (better + 1) / trials, (worse + 1) / trials
-    room = z * math.sqrt((more + fewer - (more - fewer) ** 2) / trials)
-    return max(-1.0, more - fewer - room), min(1.0, more - fewer + room)
-
-
 @dataclass(frozen=True)
 class Estimate:
     value: float
@@ -86,16 +49,24 @@ class Estimate:
 def score_estimate(scores: Sequence[float], confidence: float, seed: int) -> Estimate:
     """Mean of one score a prompt: with Wilson's interval where each is 0 or 1, else resampled."""
     if {*scores} <= {0.0, 1.0}:
-        return Estimate(fmean(scores), *wilson_interval(scores.count(1.0), len(scores), confidence))
+        # Honest near 0 and 1, too.
+        wilson = stats.binomtest(scores.count(1.0), len(scores)).proportion_ci(confidence, method="wilson")
+        return Estimate(fmean(scores), float(wilson.low), float(wilson.high))
     return resampled_estimate(scores, (0.0, 1.0), confidence, seed)
 
 
 def difference_estimate(differences: Sequence[float], confidence: float, seed: int) -> Estimate:
-    """Mean of one difference a prompt: with the interval of pairs where each is -1, 0 or 1, else resampled."""
-    if {*differences} <= {-1.0, 0.0, 1.0}:
-        counts = differences.count(1.0), differences.count(-1.0)
-        return Estimate(fmean(differences), *paired_interval(*counts, len(differences), confidence))
-    return resampled_estimate(differences, (-1.0, 1.0), confidence, seed)
+    """Mean of one difference a prompt: with an interval of pairs where each is -1, 0 or 1, else resampled.
+
+    The interval is honest where none or few pairs differ. (Bonett and Price 2012, "Adjusted Wald confidence interval
+    for a difference of binomial proportions based on paired data".)
+    """
+    if not {*differences} <= {-1.0, 0.0, 1.0}:
+        return resampled_estimate(differences, (-1.0, 1.0), confidence, seed)
+    z, trials = NormalDist().inv_cdf(0.5 + confidence / 2), len(differences) + 2
+    more, fewer = ((differences.count(sign) + 1) / trials for sign in (1.0, -1.0))
+    room = z * math.sqrt((more + fewer - (more - fewer) ** 2) / trials)
+    return Estimate(fmean(differences), max(-1.0, more - fewer - room), min(1.0, more - fewer + room))
 
 
 def resampled_estimate(values: Sequence[float], ends: tuple[float, float], confidence: float, seed: int) -> Estimate:
@@ -120,7 +91,7 @@ def resampled_estimate(values: Sequence[float], ends: tuple[float, float], confi
 
 @dataclass(frozen=True)
 class PromptScore:
-    """The results of one prompt's samples: their number by outcome, and its pass@k and maj@k by name."""
+    """The results of one prompt's samples: their number by outcome, and its pass@k and majority by name."""
 
     prompt_id: str
     outcomes: dict[str, int]
@@ -145,14 +116,19 @@ class Counting:
 
 
 def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) -> PromptScore:
-    """The samples of one prompt. Wrong ones vote by the detail of their verdict (`answer 17`); unread ones do not."""
+    """The samples of one prompt. Wrong ones vote by the detail of their verdict (`answer 17`); unread ones do not.
+
+    `majority` is 1 where the most frequent answer is right; those in a tie share it. (Wang et al. 2022, arXiv
+    2203.11171.)
+    """
     outcomes = Counter(verdict.outcome for verdict in verdicts)
-    right, wrong = outcomes["right"], Counter(verdict.detail for verdict in verdicts if verdict.outcome == "wrong")
-    silent = len(verdicts) - right - wrong.total()
-    votes = sorted(wrong.values(), reverse=True)
-    measured = {f"pass@{n}": pass_at_k(len(verdicts), right, n) for n in k}
+    wrong = Counter(verdict.detail for verdict in verdicts if verdict.outcome == "wrong")
+    votes = [outcomes["right"], *wrong.values()]
+    measured = {f"pass@{n}": pass_at_k(len(verdicts), outcomes["right"], n) for n in k}
     # One sample is its own majority.
-    measured |= {f"maj@{n}": majority_at_k(right, votes, silent, n) for n in k if n > 1}
+    if len(verdicts) > 1:
+        wins = votes[0] == max(votes) and votes[0] > 0
+        measured["majority"] = 1 / votes.count(votes[0]) if wins else 0.0
     return PromptScore(prompt_id, {name: outcomes[name] for name in OUTCOMES if outcomes[name]}, measured)
 
 
@@ -216,35 +192,34 @@ class PartCosts:
 
 
 class EvaluationResult(BaseModel):
-    """The result that `fp8-grpo evaluate --json` writes and MLflow keeps."""
+    """The result that `fp8-grpo evaluate --json` writes and MLflow keeps.
+
+    step: of the run, None of a folder. weights_digest: of FP32 weights, where a run or an export names it. data_digest:
+    SHA-256 over questions and references. engines: what the engine said it ran. differences: by precision, it minus the
+    first one, paired by prompt. answer_logprobs: of a right answer by the engine, nats, the mean over prompts. The last
+    two are measured on request.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    target: str = Field(description="Run or folder, as it was given.")
-    step: int | None = Field(description="Step of the run; null: a folder.")
-    weights_digest: str | None = Field(description="Of the policy's FP32 weights, where a run or an export names it.")
-    config: str = Field(description="Name of the configuration.")
-    data: str = Field(description="Where the problems come from.")
-    data_digest: str = Field(description="SHA-256 over questions and references, in order.")
+    target: str
+    step: int | None
+    weights_digest: str | None
+    config: str
+    data: str
+    data_digest: str
     prompts: int
-    samples: int = Field(description="Of each prompt.")
+    samples: int
     temperature: float
     max_new_tokens: int
     seed: int
-    confidence: float = Field(description="Of every interval.")
+    confidence: float
     verifier: dict[str, JsonValue]
     precisions: dict[str, Measurement]
-    engines: dict[str, dict[str, JsonValue]] = Field(description="What the engine said it ran, by precision.")
-    differences: dict[str, dict[str, Estimate]] = Field(
-        description="Paired by prompt, by precision: it minus the first precision."
-    )
-    answer_logprobs: dict[str, float] = Field(
-        default_factory=dict,
-        description="Log-probability of a right answer by the engine, nats, mean over prompts; with `parts` alone.",
-    )
-    parts: dict[str, PartCosts] = Field(
-        default_factory=dict, description="What each part of FP8 costs, by precision; empty where nobody asked."
-    )
+    engines: dict[str, dict[str, JsonValue]]
+    differences: dict[str, dict[str, Estimate]]
+    answer_logprobs: dict[str, float] = {}
+    parts: dict[str, PartCosts] = {}
 
     @property
     def name(self) -> str:
@@ -253,11 +228,6 @@ class EvaluationResult(BaseModel):
 
 
 Precision = Literal["configured", "bf16", "fp8"]
-
-
-def heldout_problems(config: RunConfig) -> list[Problem]:
-    """The first `evaluation.prompts` problems that training never sees. Raises UserError as `build_source`."""
-    return build_source(config.data, config.evaluation).heldout(config.evaluation.prompts)
 
 
 def all_problems(config: RunConfig, count: int | None) -> list[Problem]:
@@ -291,22 +261,10 @@ def has_fp8(contract: PrecisionContract) -> bool:
     return contract.rollout.linear == "fp8_block" or contract.rollout.kv_cache == "fp8"
 
 
-Unmeasured = Literal["not asked", "no FP8", "random weights", "environment", "engine"]
-
-
-def gap_unmeasured(config: RunConfig) -> Unmeasured | None:
-    """The reason for which a run does not compare FP8 with BF16 at step 0; None where it does."""
-    if not config.evaluation.precision_gap:
-        return "not asked"
-    if not has_fp8(config.precision):
-        return "no FP8"
-    if config.model is None and config.warm_start is None:
-        return "random weights"
-    if config.environment is not None:
-        return "environment"
-    return None if engine_entry(config).arithmetic(config) == "exact" else "engine"
-
-
 def compared_prompts(config: RunConfig) -> int:
-    """The number of held-out prompts that are answered in both precisions; 0 where nothing is measured."""
-    return 0 if gap_unmeasured(config) else min(config.evaluation.precision_gap, config.evaluation.prompts)
+    """The number of held-out prompts that are answered in FP8 and in BF16 at step 0; 0 where these are not compared."""
+    started = config.model is not None or config.warm_start is not None
+    if not has_fp8(config.precision) or not started or config.environment is not None:
+        return 0
+    exact = engine_entry(config).arithmetic(config) == "exact"
+    return min(config.evaluation.precision_gap, config.evaluation.prompts) if exact else 0

@@ -13,17 +13,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
-from pathlib import Path
 from threading import Thread
 from typing import IO
-
-_ROOT = Path(__file__).parents[2]
-_RUN_MODULE = """
-import runpy, sys
-sys.path.insert(0, sys.argv[1])
-sys.argv[:] = sys.argv[2:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
 
 
 class TiedProcess:
@@ -73,11 +64,6 @@ class TiedProcess:
         """Close the pipe, or a copy of it, without a word to the child, and wait for nothing."""
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.close()
-
-
-def running(module: str, *arguments: str) -> list[str]:
-    """Arguments of Python to run a module of ours, and not one of the same name in the working directory."""
-    return ["-P", "-c", _RUN_MODULE, str(_ROOT), module, *arguments]
 
 
 def installed(package: str) -> list[str]:

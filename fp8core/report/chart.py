@@ -12,8 +12,6 @@ from typing import Literal
 
 # Without yellow, which is too light for lines on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
-REFERENCE = -1
-"""The style of a line that is no measurement, such as a diagonal."""
 MISSING = "-"
 """Shown where there is no value."""
 
@@ -26,7 +24,7 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     style: int
-    mark: Literal["line", "dots", "outline"] = "line"
+    mark: Literal["line", "outline"] = "line"
 
     def finite(self) -> list[tuple[float, float]]:
         return [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
@@ -100,7 +98,7 @@ def collapsed(charts: Iterable[Chart]) -> tuple[list[Chart], list[str]]:
     drawn = list[Chart]()
     told = defaultdict[str, list[str]](list)
     for chart in charts:
-        values = {y for series in chart.series if series.style != REFERENCE for _, y in series.finite()}
+        values = {y for series in chart.series for _, y in series.finite()}
         if len(values) > 1:
             drawn.append(chart)
         elif not values:

@@ -17,7 +17,6 @@ from fp8core.durable import write_file
 from fp8core.report.chart import Chart, colour, short
 
 _DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)), (0, (12, 4)))
-_MARKERS = ("o", "D", "s", "^", "x", "v")
 # A dollar in the name of a run is no formula.
 _STYLE: Any = {"text.parse_math": False}
 
@@ -59,10 +58,7 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
     for series in chart.series:
         points, style = series.finite(), series.style
         look: dict[str, Any] = {"color": colour(style), "ls": _DASHES[style % len(_DASHES)], "lw": 1.4, "ms": 4.5}
-        look |= {
-            "marker": _MARKERS[style % len(_MARKERS)],
-            "markevery": max(1, len(points) // 10) if len(points) > 40 else 1,
-        }
+        look |= {"marker": "o", "markevery": max(1, len(points) // 10) if len(points) > 40 else 1}
         axes.plot([x for x, _ in points], [y for _, y in points], label=series.label, **look)
     for bound in chart.bounds if values else ():
         axes.axhline(bound.y, color="0.2", lw=1.0, ls=":")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fp8core.errors import StoredFileError
 from fp8core.report.chart import counted
-from fp8core.report.completions import Examples, heldout_examples, heldout_pairs, read_examples
+from fp8core.report.completions import Examples, heldout_examples, read_examples
 from fp8core.report.summary import union_seconds
 from fp8core.report.tokens import TokenSample, newest_tokens, unread
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
@@ -23,13 +23,6 @@ from fp8core.store.run_view import Commit, Provenance, RunView, spans
 OUTSIDE_TASKS = "outside_tasks"
 # Kinds of artifact that generation alone stores: completions, and what was written beside the update.
 _GENERATED = frozenset({"rollouts", "schedule"})
-
-
-@dataclass(frozen=True)
-class PipelineStep:
-    name: str
-    reads: tuple[str, ...]
-    provides: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -45,10 +38,9 @@ class RunData:
     history: History
     seconds: Mapping[str, Mapping[int, float]]
     busy: Mapping[int, float]
-    pipeline: Sequence[PipelineStep]
     tokens: TokenSample | None
-    heldout: Examples | None
-    examples: Examples | None
+    heldout: Examples
+    examples: Examples
     provenance: Provenance
     damaged: Sequence[str]
     removed: Sequence[str]
@@ -61,17 +53,11 @@ class RunData:
     @property
     def generating(self) -> dict[int, float]:
         """Seconds of generation by step, with those beside the update, whatever the pipeline calls its steps."""
-        reads = {step.name: step.reads for step in self.pipeline}
-        found: dict[int, float] = {}
+        found: dict[int, float] = defaultdict(float)
         for commit in self.view.commits:
-            rollouts = {name for name, ref in commit.artifacts.items() if ref.kind == "rollouts"}
             for name, task in commit.tasks.items():
-                kinds = {ref.kind for ref in task.outputs.values()}
-                # A step that reads completions, and provides some, only chooses among them.
-                if kinds.isdisjoint(_GENERATED) or not rollouts.isdisjoint(reads.get(name, ())):
-                    continue
-                if commit.step in self.seconds.get(name, {}):
-                    found[commit.step] = found.get(commit.step, 0.0) + self.seconds[name][commit.step]
+                if commit.step in self.seconds.get(name, {}) and _GENERATED & {r.kind for r in task.outputs.values()}:
+                    found[commit.step] += self.seconds[name][commit.step]
         return found
 
     @property
@@ -98,10 +84,9 @@ class RunData:
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """The names of the folders, with as many parents as it takes to tell them apart."""
-    parts = [folder.absolute().parts for folder in folders]
-    depth = next((n for n in range(1, 64) if len({p[-n:] for p in parts}) == len({*parts})), 64)
-    return ["/".join(part[-depth:]) for part in parts]
+    """The names of the folders, and their paths where two have one name."""
+    names = [folder.absolute().name for folder in folders]
+    return names if len({*names}) == len(names) else [str(folder) for folder in folders]
 
 
 def read_run(folder: Path, label: str, error: str | None = None) -> RunData:
@@ -119,25 +104,23 @@ def read_run(folder: Path, label: str, error: str | None = None) -> RunData:
             provenance.add(ArtifactStore(folder).get_manifest(commit.entry.manifest))
         except StoredFileError as damage:
             missing.append(str(damage))
-    pipeline = _pipeline_steps(view, commits)
     compared = compared_artifacts(view)
-    seconds: dict[str, dict[int, float]] = {step.name: {} for step in pipeline}
+    seconds: dict[str, dict[int, float]] = defaultdict(dict)
     busy: dict[int, float] = {}
     for commit in commits:
         if commit.step == START:
             continue
         busy[commit.step] = _busy(commit.tasks.values())
         for name, entry in commit.tasks.items():
-            seconds.setdefault(name, {})[commit.step] = entry.seconds
+            seconds[name][commit.step] = entry.seconds
     return RunData(
         label=label,
         view=view,
         history=_history(view, commits, missing),
-        seconds={name: steps for name, steps in seconds.items() if steps},
+        seconds=seconds,
         busy=busy,
-        pipeline=pipeline,
         tokens=newest_tokens(view, compared, missing),
-        heldout=heldout_examples(heldout_pairs(view, missing)),
+        heldout=heldout_examples(view, missing),
         examples=read_examples(view, compared, missing),
         provenance=provenance,
         damaged=missing,
@@ -151,17 +134,6 @@ def _crossed(view: RunView) -> str | None:
     if not isinstance(last, BoundEntry) or last.action not in ("pause", "fail"):
         return None
     return f"{'paused' if last.action == 'pause' else 'failed'} after step {last.step}: {last.reason}"
-
-
-def _pipeline_steps(view: RunView, commits: Sequence[Commit]) -> list[PipelineStep]:
-    tasks = commits[-1].tasks if commits and commits[-1].step > START else {}
-    provided = {name: tuple(entry.outputs) for name, entry in tasks.items()}
-    if view.config is None:
-        return [PipelineStep(name, (), artifacts) for name, artifacts in provided.items()]
-    return [
-        PipelineStep(step.name, tuple(step.inputs().values()), provided.get(step.name, ()))
-        for step in view.config.pipeline.steps
-    ]
 
 
 def _history(view: RunView, commits: Iterable[Commit], missing: list[str]) -> History:

@@ -6,29 +6,20 @@ steps, which are correlated. That of held-out accuracy is between the first and 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import NormalDist, fmean, median
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
 
 from fp8core.alignment.bounds import is_known, unverifiable
 from fp8core.report.chart import counted, format_tmpe, short, three_decimals
-from fp8core.report.diagnosis import Diagnosis, diagnose, run_commands
+from fp8core.report.diagnosis import Diagnosis, Evidence, diagnosis, run_commands
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import EDGE_STEPS, Learning, compared_tokens, edge_steps, first_steps, last_steps
+from fp8core.store import metrics
 from fp8core.store.ledger import START, BoundEntry
-from fp8core.store.metrics import (
-    COMPARED,
-    HELDOUT,
-    REWARD,
-    TMPE,
-    TOKENS,
-    TOKENS_DIFFERING,
-    UNVERIFIABLE,
-    History,
-    series,
-)
+from fp8core.store.metrics import History, series
 
 NOISE = 3.0
 FEWEST_VALUES = 10
@@ -38,8 +29,7 @@ _FITTED = 4
 _MOST_CORRELATED = 0.97
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """`reward` is 1 where the reward rose by more than noise, -1 where it fell, 0 else; None of too few steps."""
 
     learning: Learning
@@ -48,9 +38,7 @@ class Answer:
 
 def answer(history: History, prompts: int | None = None, left: int = 0) -> Answer:
     """The answer of a history, to which a run may still add `left` steps; held-out accuracy is of so many `prompts`."""
-    rewards, heldout = (
-        [value for value in series(history, metric)[1] if math.isfinite(value)] for metric in (REWARD, HELDOUT)
-    )
+    rewards, heldout = finite(history, metrics.REWARD), finite(history, metrics.HELDOUT)
     if not rewards:
         return Answer("too short to tell", None)
     edge = edge_steps(len(rewards))
@@ -66,6 +54,10 @@ def answer(history: History, prompts: int | None = None, left: int = 0) -> Answe
     if rose:
         return Answer("learned", moved)
     return Answer("too short to tell" if left or edge < EDGE_STEPS else "not learned", moved)
+
+
+def finite(history: History, metric: str) -> list[float]:
+    return [value for value in series(history, metric)[1] if math.isfinite(value)]
 
 
 def _direction(values: Sequence[float], edge: int) -> int:
@@ -110,8 +102,8 @@ def _accuracy_error(heldout: Sequence[float], prompts: int) -> float:
 
 def agreement(history: History, why: str | None = None) -> str:
     """The comparison of rollout and training; `why` is the reason where a run is unverifiable."""
-    _, errors = series(history, TMPE)
-    _, differing = series(history, TOKENS_DIFFERING)
+    _, errors = series(history, metrics.TMPE)
+    _, differing = series(history, metrics.TOKENS_DIFFERING)
     compared = compared_tokens(history)
     if not errors and not differing:
         return "no step measured the two policies against each other"
@@ -121,14 +113,14 @@ def agreement(history: History, why: str | None = None) -> str:
         whole = compared.words.removeprefix("all ")
         share = f" on {short(100 * sum(differing) / compared.tokens)} % of {whole}" if compared.tokens else ""
         words = f"rollout and training differ{share}"
-        if (mean := token_mean(history, TMPE)) is not None:
+        if (mean := token_mean(history, metrics.TMPE)) is not None:
             words += f", error a token {format_tmpe(mean)} in the mean, {format_tmpe(max(errors))} at most"
-    return f"{words}; unverifiable, as {why}" if any(row.get(UNVERIFIABLE) for row in history) else words
+    return f"{words}; unverifiable, as {why}" if any(row.get(metrics.UNVERIFIABLE) for row in history) else words
 
 
 def token_mean(history: History, metric: str) -> float | None:
     """The mean over all compared tokens of a metric of a step; None where no step has both."""
-    measured = [(row[metric], row[COMPARED]) for row in history if metric in row and row.get(COMPARED)]
+    measured = [(row[metric], row[metrics.COMPARED]) for row in history if metric in row and row.get(metrics.COMPARED)]
     if not measured:
         return None
     return sum(value * tokens for value, tokens in measured) / sum(tokens for _, tokens in measured)
@@ -137,31 +129,41 @@ def token_mean(history: History, metric: str) -> float | None:
 def rollout_speed(run: RunData) -> float | None:
     """Tokens a second of rollout, over the steps of which both are known but the first, in which engines compile."""
     seconds = run.generating
-    by_step = zip(*series(run.history, TOKENS), strict=True)
+    by_step = zip(*series(run.history, metrics.TOKENS), strict=True)
     known = [(count, seconds[step]) for step, count in by_step if step in seconds and step > START + 1]
     spent = sum(second for _, second in known)
     return sum(count for count, _ in known) / spent if spent > 0 else None
 
 
-def head(run: RunData) -> list[str]:
-    """Paragraphs: the diagnosis, the result, and what to do next where the diagnosis does not say it."""
+class Verdict(NamedTuple):
+    """The diagnosis of a run, and paragraphs: the diagnosis, the result, and what to do next where that is not said."""
+
+    diagnosis: Diagnosis | None
+    paragraphs: list[str]
+
+
+def verdict(run: RunData) -> Verdict:
     config = run.view.config
     why = unverifiable(config) if config is not None and is_known(config) else None
     judged = answer(run.history, None if config is None else config.evaluation.prompts, run.left)
-    diagnosis = diagnose(run.view, run.history, judged.learning, run.left)
-    action = _next(run, judged.learning, diagnosis)
-    verdict = diagnosis.cause if diagnosis is not None and diagnosis.step is not None else judged.learning
-    return [
-        *([] if diagnosis is None else [diagnosis.sentence]),
-        _result(run, judged.reward, verdict, agreement(run.history, why)),
-        *([] if action is None else [f"Next: {action}."]),
-    ]
+    last = [done for examples in run.examples[-1:] for done in examples.completions]
+    text = "".join(piece.text for done in last[:1] for piece in done.pieces)
+    found = diagnosis(Evidence(run.history, config, judged.learning, text, run_commands(run.view)[0]))
+    action = _next(run, judged.learning, found)
+    result = found.cause if found is not None and found.step is not None else judged.learning
+    return Verdict(
+        found,
+        [
+            *([] if found is None else [found.sentence]),
+            _result(run, judged.reward, result, agreement(run.history, why)),
+            *([] if action is None else [f"Next: {action}."]),
+        ],
+    )
 
 
-def _result(run: RunData, direction: int | None, verdict: str, compared: str) -> str:
-    """Verdict, accuracy and reward, comparison and speed in sentences; what was not measured is left out."""
-    _, heldout = series(run.history, HELDOUT)
-    rewards = [value for value in series(run.history, REWARD)[1] if math.isfinite(value)]
+def _result(run: RunData, direction: int | None, result: str, compared: str) -> str:
+    _, heldout = series(run.history, metrics.HELDOUT)
+    rewards = finite(run.history, metrics.REWARD)
     learned = []
     if heldout:
         ends = dict.fromkeys([0, len(heldout) - 1])
@@ -173,11 +175,11 @@ def _result(run: RunData, direction: int | None, verdict: str, compared: str) ->
     speed = rollout_speed(run)
     paces = [f"{short(median(run.busy.values()))} s of tasks a step"] if run.busy else []
     paces += [f"{short(speed)} tokens a second of rollout"] if speed is not None else []
-    sentences = [": ".join([verdict, *learned[:1]]), *learned[1:], compared, *([", ".join(paces)] if paces else [])]
+    sentences = [": ".join([result, *learned[:1]]), *learned[1:], compared, *([", ".join(paces)] if paces else [])]
     return ". ".join(sentence[0].upper() + sentence[1:] for sentence in sentences) + "."
 
 
-def _next(run: RunData, learning: Learning, diagnosis: Diagnosis | None) -> str | None:
+def _next(run: RunData, learning: Learning, found: Diagnosis | None) -> str | None:
     """The one action: of what stopped the run, else the use of what it learned; None: the diagnosis has it."""
     place, resume = run_commands(run.view)
     last = max(run.view.steps, default=0)
@@ -185,7 +187,7 @@ def _next(run: RunData, learning: Learning, diagnosis: Diagnosis | None) -> str 
     crossed = entries[-1] if entries else None
     if isinstance(crossed, BoundEntry) and crossed.action != "warn":
         return f"find why {crossed.bound} was crossed, then {resume}"
-    if diagnosis is not None:
+    if found is not None:
         return None
     if run.left:
         return f"{resume} trains the {counted(run.left, 'step')} left, if nothing trains it now"
@@ -194,5 +196,6 @@ def _next(run: RunData, learning: Learning, diagnosis: Diagnosis | None) -> str 
         "learned its prompts alone": "add training problems, or set loss.reference_kl",
         "got worse": "lower training.learning_rate",
         "not learned": "raise training.learning_rate",
+        "too short to tell": f"{resume} --set steps={2 * max(last, EDGE_STEPS)} trains on",
     }
-    return actions.get(learning)
+    return actions[learning]

@@ -1,7 +1,6 @@
 """The tables of a report: numbers of runs, every step, time by task, settings and provenance."""
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -15,32 +14,15 @@ from fp8core.config.run import RunConfig, public_dump
 from fp8core.report.chart import MISSING, counted, format_tmpe, short, three_decimals
 from fp8core.report.diagnosis import mean_shares
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
-from fp8core.report.run_verdict import rollout_speed, token_mean
-from fp8core.report.summary import compared_tokens, edge_steps, first_steps, last_steps, precision_gap
+from fp8core.report.run_verdict import rollout_speed
+from fp8core.report.summary import compared_tokens, first_steps, last_steps
+from fp8core.store import metrics
 from fp8core.store.diff import without_steps_of_modes
-from fp8core.store.ledger import BoundEntry, CheckpointEntry
-from fp8core.store.metrics import (
-    ENTROPY,
-    ESS,
-    GAP_KL,
-    GAP_SAME,
-    GAP_SHIFT,
-    HELDOUT,
-    K3,
-    LAG_ESS,
-    LENGTH,
-    REWARD,
-    SIGNAL,
-    STALENESS,
-    STALEST,
-    STEP,
-    TMPE,
-    TOKENS,
-    TOKENS_DIFFERING,
-    series,
-)
+from fp8core.store.metrics import History, series
 
-_first, _last = itemgetter(0), itemgetter(-1)
+
+def whole(value: float) -> str:
+    return f"{value:,.0f}"
 
 
 @dataclass(frozen=True)
@@ -53,6 +35,27 @@ class Table:
     folded: bool = False
 
 
+Form = Callable[[float], str]
+_MEASURED: Sequence[tuple[str, str, Callable[[Sequence[float]], float], Form]] = (
+    ("reward, mean of the first steps", metrics.REWARD, first_steps, three_decimals),
+    ("reward, mean of the last steps", metrics.REWARD, last_steps, three_decimals),
+    ("held-out accuracy, first", metrics.HELDOUT, itemgetter(0), three_decimals),
+    ("held-out accuracy, last", metrics.HELDOUT, itemgetter(-1), three_decimals),
+    ("held-out accuracy, best", metrics.HELDOUT, max, three_decimals),
+    ("FP8 from BF16 at step 0, KL of prompts (nats per token)", metrics.GAP_KL, itemgetter(0), short),
+    ("FP8 from BF16 at step 0, same first choice, share of tokens", metrics.GAP_SAME, itemgetter(0), short),
+    ("FP8 from BF16 at step 0, log-prob of right answers (nats)", metrics.GAP_SHIFT, itemgetter(0), short),
+    ("token multiplicative probability error, largest", metrics.TMPE, max, format_tmpe),
+    ("k3 divergence, largest (nats)", metrics.K3, max, short),
+    ("effective sample size, smallest", metrics.ESS, min, format_tmpe),
+    ("tokens whose log-probs differ", metrics.TOKENS_DIFFERING, sum, whole),
+    ("staleness of tokens, largest (versions)", metrics.STALEST, max, short),
+    ("groups with a signal, mean", metrics.SIGNAL, fmean, short),
+    ("steps in which no group had a signal", metrics.SIGNAL, lambda values: values.count(0.0), whole),
+    ("tokens generated", metrics.TOKENS, sum, whole),
+)
+
+
 def numbers_table(runs: Sequence[RunData]) -> Table:
     """Every number that a run has, a column a run."""
     numbers = [_numbers(run) for run in runs]
@@ -63,78 +66,32 @@ def numbers_table(runs: Sequence[RunData]) -> Table:
 
 
 def _numbers(run: RunData) -> dict[str, str | None]:
-    def over(
-        metric: str, summary: Callable[[Sequence[float]], float], form: Callable[[float], str] = short
-    ) -> str | None:
+    measured: dict[str, str | None] = {}
+    for name, metric, summary, form in _MEASURED:
         _, values = series(run.history, metric)
-        return form(summary(values)) if values else None
-
-    def by_token(metric: str, form: Callable[[float], str]) -> str | None:
-        mean = token_mean(run.history, metric)
-        return None if mean is None else form(mean)
-
-    def whole(value: float) -> str:
-        return f"{value:,.0f}"
-
-    gap = precision_gap(run.history)
-    speed = rollout_speed(run)
-    steps = run.view.steps
-    bounds = stored_bounds(run.view.config)
-    edge = f" ({counted(edge_steps(len(series(run.history, REWARD)[1])), 'step')})"
+        measured[name] = form(summary(values)) if values else None
+    speed, steps, bounds = rollout_speed(run), run.view.steps, stored_bounds(run.view.config)
     return {
         "state": run.status,
-        "reward, mean of the first steps": over(REWARD, first_steps, lambda value: three_decimals(value) + edge),
-        "reward, mean of the last steps": over(REWARD, last_steps, lambda value: three_decimals(value) + edge),
-        "held-out accuracy, first": over(HELDOUT, _first, three_decimals),
-        "held-out accuracy, last": over(HELDOUT, _last, three_decimals),
-        "held-out accuracy, best": over(HELDOUT, max, three_decimals),
-        "FP8 from BF16 at step 0, KL of prompts (nats per token)": over(GAP_KL, _first),
-        "FP8 from BF16 at step 0, same first choice, share of tokens": over(GAP_SAME, _first),
-        "FP8 from BF16 at step 0, log-prob of right answers (nats)": over(GAP_SHIFT, _first),
-        "FP8 from BF16 at step 0, held-out accuracy, with 95 % interval": None if gap is None else gap.difference_words,
-        "completion length, last step (tokens)": over(LENGTH, _last),
-        "entropy, last step (nats per token)": over(ENTROPY, _last),
-        "token multiplicative probability error, mean": by_token(TMPE, format_tmpe),
-        "token multiplicative probability error, largest": over(TMPE, max, format_tmpe),
-        "k3 divergence, mean (nats)": by_token(K3, short),
-        "k3 divergence, largest (nats)": over(K3, max),
-        "effective sample size, smallest": over(ESS, min, format_tmpe),
-        "tokens whose log-probs differ": over(TOKENS_DIFFERING, sum, whole),
+        **measured,
+        "FP8 from BF16 at step 0, held-out accuracy, with 95 % interval": _gap(run.history),
         "tokens whose log-probs were compared": compared_tokens(run.history).words,
-        "staleness of tokens, mean (versions)": over(STALENESS, fmean),
-        "staleness of tokens, largest (versions)": over(STALEST, max),
-        "effective sample size against the writers of the tokens, smallest": over(LAG_ESS, min),
         "outcomes of completions, mean of all steps": ", ".join(
             f"{share:.1%} {name}" for name, share in mean_shares(run.history).items()
         ),
-        "groups with a signal, mean": over(SIGNAL, fmean),
-        "steps in which no group had a signal": over(SIGNAL, lambda values: values.count(0.0), whole),
-        "tokens generated": over(TOKENS, sum, whole),
         "tokens generated per second of rollout": None if speed is None else short(speed),
         "median seconds of tasks a step": short(median(run.busy.values())) if run.busy else None,
-        "time of all processes": _time_of_all(run),
         "bounds on alignment": None if bounds is None else bounds.summary,
         "weights": steps[max(steps)].entry.weights_digest[:12] if steps else None,
     }
 
 
-def steps_table(run: RunData) -> Table:
-    events = defaultdict[int, list[str]](list)
-    for _, entry in run.view.entries:
-        if isinstance(entry, CheckpointEntry):
-            events[entry.step].append("checkpoint")
-        elif isinstance(entry, BoundEntry):
-            events[entry.step].append(f"{entry.reason}; {entry.action}")
-    rows = []
-    for row in run.history:
-        step = int(row[STEP])
-        numbers = [short(row[name]) if name in row else MISSING for name in (REWARD, HELDOUT)]
-        error = format_tmpe(row[TMPE]) if TMPE in row else MISSING
-        signal = f"{row[SIGNAL]:.0%}" if SIGNAL in row else MISSING
-        seconds = short(run.busy[step]) if step in run.busy else MISSING
-        rows.append((str(step), *numbers, error, signal, seconds, ", ".join(events.get(step, []))))
-    columns = ("step", "reward", "held-out", "error a token", "groups with a signal", "seconds of tasks", "event")
-    return Table(f"{run.label}, step by step", columns, rows, folded=True)
+def _gap(history: History) -> str | None:
+    row = next((row for row in history if metrics.GAP in row), None)
+    if row is None:
+        return None
+    low, high, prompts = row[metrics.GAP_LOW], row[metrics.GAP_HIGH], int(row[metrics.GAP_PROMPTS])
+    return f"{row[metrics.GAP_DIFFERENCE]:+.3f} [{low:+.3f}, {high:+.3f}] on {counted(prompts, 'prompt')}"
 
 
 def time_table(runs: Sequence[RunData]) -> Table:

@@ -1,7 +1,7 @@
-"""Bisections, plans, pipelines, evaluations and progress as aligned text, Markdown and Mermaid."""
+"""Bisections, plans, pipelines, evaluations and progress as aligned text."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, product
+from itertools import chain
 
 from fp8core.config.step_graph import StepGraph
 from fp8core.errors import printable_lines
@@ -145,21 +145,6 @@ def pipeline_text(graph: StepGraph) -> str:
     ]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join([*lines, "", *notes])
-
-
-def pipeline_mermaid(graph: StepGraph) -> str:
-    """The steps as a Mermaid flowchart: edges carry artifacts, dashed ones lead to the next iteration."""
-    # A bare `end` or `graph` is a keyword of Mermaid.
-    lines = ["flowchart LR", *(f'    step_{step.name}["{step.name}"]' for step in graph.steps)]
-    for source, target in product(graph.steps, graph.steps):
-        shared = [artifact for artifact in source.outputs.values() if artifact in target.inputs.values()]
-        if shared:
-            lines.append(f'    step_{source.name} -->|"{", ".join(shared)}"| step_{target.name}')
-    for start, end in graph.carries.items():
-        source = next(step for step in graph.steps if end in step.outputs.values())
-        targets = [step.name for step in graph.steps if start in step.inputs.values()]
-        lines += [f'    step_{source.name} -.->|"{end} as {start}"| step_{target}' for target in targets]
-    return "\n".join(lines)
 
 
 def _connection(port: str, artifact: str) -> str:

@@ -1,7 +1,7 @@
 """The tokens that a run's policy wrote, with their log-probs under both policies, as far as they can be read."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,18 +17,11 @@ ENOUGH_TOKENS, MOST_STEPS = 20_000, 10
 Values = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class TokenSample:
-    """Tokens of some steps, with their log-probs (nats) under both policies and their index in their completion."""
+class TokenSample(NamedTuple):
+    """Written tokens of some steps: the log-prob (nats) under the training policy minus that under the rollout's."""
 
     steps: tuple[int, ...]
-    rollout: Values
-    training: Values
-    position: NDArray[np.int64]
-
-    @property
-    def difference(self) -> Values:
-        return self.training - self.rollout
+    difference: Values
 
 
 def newest_tokens(view: RunView, names: tuple[str, str], missing: list[str]) -> TokenSample | None:
@@ -39,7 +32,7 @@ def newest_tokens(view: RunView, names: tuple[str, str], missing: list[str]) -> 
     """
     parts: list[TokenSample] = []
     for commit in sorted(view.commits, key=lambda commit: -commit.step):
-        if len(parts) == MOST_STEPS or sum(len(part.position) for part in parts) >= ENOUGH_TOKENS:
+        if len(parts) == MOST_STEPS or sum(len(part.difference) for part in parts) >= ENOUGH_TOKENS:
             break
         refs = [commit.artifacts[name] for name in names if name in commit.artifacts]
         if len(refs) < len(names) or any(was_removed(view, ref) for ref in refs):
@@ -48,14 +41,10 @@ def newest_tokens(view: RunView, names: tuple[str, str], missing: list[str]) -> 
             parts.append(_tokens(commit.step, refs[0], refs[1], ArtifactStore(view.folder)))
         except ArtifactError as error:
             missing.append(unread("tokens", commit.step, error, view.folder))
-    if not sum(len(part.position) for part in parts):
+    if not sum(len(part.difference) for part in parts):
         return None
-    return TokenSample(
-        tuple(sorted(step for part in parts for step in part.steps)),
-        np.concatenate([part.rollout for part in parts]),
-        np.concatenate([part.training for part in parts]),
-        np.concatenate([part.position for part in parts]),
-    )
+    steps = sorted(step for part in parts for step in part.steps)
+    return TokenSample(tuple(steps), np.concatenate([part.difference for part in parts]))
 
 
 def was_removed(view: RunView, ref: Ref) -> bool:
@@ -79,13 +68,10 @@ def _tokens(step: int, rollouts_ref: Ref, scored_ref: Ref, store: ArtifactStore)
     if not np.array_equal(lengths, pc.list_value_length(scored["logprobs"]).to_numpy()):
         raise ArtifactError(f"{store.path(scored_ref)}: logprobs: not as many items in every row as the rollouts have")
     written = _items(rollouts["written"], bool)
-    before = np.concatenate([[0], np.cumsum(written)])
-    starts = np.cumsum(lengths) - lengths
-    position = before[:-1] - np.repeat(before[starts], lengths)
     sampled, trained = (_items(table["logprobs"], np.float64)[written] for table in (rollouts, scored))
     if not (np.isfinite(sampled).all() and np.isfinite(trained).all()):
         raise ArtifactError(f"{store.path(scored_ref)}: logprobs: one of a token is not finite, here or in rollouts")
-    return TokenSample((step,), sampled, trained, position[written])
+    return TokenSample((step,), trained - sampled)
 
 
 def _items(column: pa.ChunkedArray, dtype: type) -> NDArray[np.generic]:

@@ -78,8 +78,8 @@ def test_mlflow_links_it_to_the_model_of_the_checkpoint(compared, run, store):
     assert (found.info.status, found.info.run_name) == ("FINISHED", "evaluate-evaluated-00003")
     assert found.data.params["samples"] == "4"
     assert found.data.metrics["evaluation/fp8/pass_at_4"] == result.precisions["fp8"].estimates["pass@4"].value
-    difference = result.differences["fp8"]["maj@4"]
-    assert found.data.metrics["evaluation/fp8_minus_bf16/maj_at_4_low"] == difference.low
+    difference = result.differences["fp8"]["majority"]
+    assert found.data.metrics["evaluation/fp8_minus_bf16/majority_low"] == difference.low
     (model_input,) = found.inputs.model_inputs
     model = store.get_logged_model(model_input.model_id)
     assert (model.source_run_id, model.tags["step"]) == (run.mlflow_run().info.run_id, "3")
@@ -118,9 +118,7 @@ def test_a_failure_while_it_runs_fails_the_flow_run(run, ask, tmp_path):
         (["no-such-run"], "no-such-run: no run"),
         (["{run}", "--step", "9"], "step 9 is not committed; steps 0 to 3 are"),
         (["{run}", "--k", "2"], "k=2 needs as many samples of a prompt, but samples=1; give --samples 2\n"),
-        (["{run}", "--samples", "2", "--temperature", "0"], "temperature=0 is greedy"),
-        (["{run}", "--set", "steps=9"], "steps: an evaluation does not use it"),
-        (["{run}", "--max-new-tokens", "10000"], "rollout.max_new_tokens=10000: no prompt fits beside it"),
+        (["{run}", "--set", "rollout.max_new_tokens=10000"], "rollout.max_new_tokens=10000: no prompt fits beside it"),
         (["{run}", "--step", "1", "--set", "reward.verifier=integer"], "reward.verifier=integer: the reference of "),
         (["{policy}"], "is a checkpoint; name the configuration to evaluate it with by --config: "),
     ],

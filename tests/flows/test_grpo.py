@@ -64,7 +64,7 @@ def test_mlflow_shows_the_run(three_steps):
     assert set(metric(three_steps, "core/heldout")) == {0, 2, 3}
     files = {file.path for folder in ("", "pictures", "samples") for file in
              three_steps.mlflow.list_artifacts(run.info.run_id, folder)}  # fmt: skip
-    assert {"config.yaml", "graph.md", "summary.json", "pictures/curves.png"} <= files
+    assert {"config.yaml", "graph.txt", "summary.json", "pictures/curves.png"} <= files
     assert any(file.startswith("samples/") for file in files)
 
 

@@ -19,6 +19,7 @@ MISTAKES = [
     ([*BEGIN, REWARD], "raising cannot be imported: KeyError: 'API_KEY' (HERE/raising.py:3)"),
     ([*BEGIN, "tracking.uri=http://127.0.0.1:1"], "no server answers there (Connection refused)"),
     ([*BEGIN, PASSWORD], "tracking.uri: postgresql://me:***@host/db has a password"),
+    (["parity", "--variant", "fp4"], "variants: fp4 is none of bf16, fp8-rollout, "),
     (["parity", "--set", PASSWORD], "tracking.uri: postgresql://me:***@host/db has a password"),
     ([*EPISODES, "environment.name=nobody"], "nobody is none of calculator, python"),
     ([*EPISODES, "environment={name: missing.py:Digits}"], "missing.py cannot be read"),
@@ -35,7 +36,6 @@ MISTAKES = [
     ([*EXPORT, "HERE", "--step", "4"], "already exists; an export is never written over something else"),
     ([*EXPORT, "new", "--step", "9"], "run whole: step 9 is not committed; steps 0 to 4 are"),
     ([*GC, "steps=4"], "--set steps=4: gc takes settings of artifacts.keep alone"),
-    (["report", "RUN", "RUN"], "named twice"),
     (["report", "RUN", "--out", "HERE"], "--out HERE: cannot be written"),
 ]
 

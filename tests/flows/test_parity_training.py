@@ -44,8 +44,14 @@ def test_one_that_dies_makes_the_night_red(
     monkeypatch.setenv("PREFECT_API_URL", PREFECT_API_URL.value())
     monkeypatch.setattr("flows.parity.train_one", lambda name, training: train_apart(name, training.parameters))
     replaced = {"reward": {"uses": "apart_steps:reward", "needs": ["prompts", "rollouts"]}}
-    settings = {**small, "runs": str(tmp_path), "tracking.system_metrics": False, "pipeline.replace": replaced}
-    night = parity("tiny", name="dies", seeds=[0], steps=3, variants=["bf16"], overrides=settings, return_state=True)
+    settings = {
+        **small,
+        "runs": str(tmp_path),
+        "tracking.system_metrics": False,
+        "pipeline.replace": replaced,
+        "steps": 3,
+    }
+    night = parity("tiny", name="dies", seeds=[0], variants=["bf16"], overrides=settings, return_state=True)
     assert night.is_failed()
     assert "bf16: complete seed 0: its process ended with -9" in night.message
     assert LedgerView.read(tmp_path / "parity-dies-bf16-0" / LEDGER).last_step() == 1

@@ -36,10 +36,6 @@ class Copy(NamedTuple):
             session.mlflow.add_result()
         return "".join(out.getvalue().splitlines(keepends=True)[3:])
 
-    def at(self, folder: Path) -> "Copy":
-        """The same training where its folder lies now."""
-        return Copy(self.config.model_copy(update={"runs": folder.parent, "run": folder.name}), folder)
-
 
 def publish_until(copy: Copy, write: str) -> None:
     """The main function of a process: publish, and die right after the first call of this method of MLflow's client."""

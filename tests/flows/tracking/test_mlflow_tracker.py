@@ -85,15 +85,3 @@ def test_texts_of_others_are_escaped_and_without_passwords(tracker: MlflowTracke
     for text in (run.data.params["data.source"], run.data.tags["name"], run.data.tags["error"], cell, graph):
         assert text == "\\x1b]0;mine\\x07 \\u202e https://me:***@host"
     assert (run.info.status, run.info.end_time) == ("FAILED", 5_000)
-
-
-def test_the_load_is_logged_by_mlflow_itself(runs: Path, tracker: MlflowTracker, monkeypatch) -> None:
-    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.3")
-    tracker.system_metrics = True
-    for _ in range(2):  # An outage ends its thread; the next start goes on.
-        tracker.start({})
-        tracker._monitor._shutdown_event.wait(1.2)
-    tracker.end("FINISHED", None, 1)
-    steps = [step for key, step, *_ in metric_rows(runs, tracker.run_id) if key == "system/cpu_utilization_percentage"]
-    assert len(steps) > 1
-    assert len(steps) == len(set(steps))

@@ -21,7 +21,7 @@ BACK = "MLflow answers again; it has every step up to "
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flows.tracking.publisher.RETRY_SECONDS", (0.05,))
+    monkeypatch.setattr("flows.tracking.session.RETRY_SECONDS", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_everything_is_there(expected) -> None:
     assert tags == {"config": "tiny", "precision": "fp8_block+fp8", "bounds": "kept"}
     steps = {f"manifests/{step:05d}.json" for step in range(4)} | {f"samples/step_00000{step}.json" for step in (1, 3)}
     result = {"pictures/curves.png", "summary.json", "report.html", "completions.json"}
-    assert {*steps, *result, "config.yaml", "graph.md"} == set(run["files"])
+    assert {*steps, *result, "config.yaml", "graph.txt"} == set(run["files"])
     assert run["outputs"] == [2, 3]
     assert [(model["name"], model["status"]) for model in expected.models] == [
         ("tiny-run-00002", "READY"),
@@ -79,7 +79,7 @@ def test_an_outage_loses_nothing_and_holds_nobody_up(expected, copy_of_trained, 
     with copy.session() as (session, out):
         wait_for(lambda: read_record(copy.folder).published >= 1)
         server.kill()
-        monkeypatch.setattr("flows.tracking.publisher.OUTAGE_PATIENCE_SECONDS", 0.3)
+        monkeypatch.setattr("flows.tracking.session.OUTAGE_PATIENCE_SECONDS", 0.3)
         session.mlflow.add_result()
         session.publisher.wake()
         wait_for(lambda: AWAY in out.getvalue())
@@ -97,7 +97,7 @@ def test_an_outage_loses_nothing_and_holds_nobody_up(expected, copy_of_trained, 
 
     with pytest.raises(UserError, match=rf"^tracking\.uri {server.uri}: no server answers there .*refused"):
         copy_of_trained(server.uri).publish()  # A new run needs its server.
-    monkeypatch.setattr("flows.tracking.publisher.OUTAGE_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("flows.tracking.session.OUTAGE_PATIENCE_SECONDS", 60.0)
     with copy.session() as (session, out):
         wait_for(lambda: AWAY in out.getvalue())
         server.start()

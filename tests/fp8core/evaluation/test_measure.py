@@ -1,7 +1,5 @@
 """Estimators against brute force over all subsets, and intervals against what they promise."""
 
-import json
-from collections import Counter
 from fractions import Fraction
 from itertools import combinations
 
@@ -9,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.config.load import load_config
 from fp8core.evaluation.measure import (
     Counting,
     Measurement,
-    majority_at_k,
     measure,
     paired_differences,
     pass_at_k,
@@ -23,40 +19,11 @@ from fp8core.evaluation.measure import (
 from fp8core.rewards.scorer import RIGHT, Verdict, unparsed, wrong
 
 
-@st.composite
-def drawn(draw: st.DrawFn) -> tuple[int, list[int], int, int]:
-    """Right samples, samples of each wrong answer, silent ones, and k: at most 9 samples."""
-    right, silent = draw(st.integers(0, 4)), draw(st.integers(0, 2))
-    others = draw(st.lists(st.integers(1, 3), max_size=3))
-    samples = right + sum(others) + silent
-    if samples == 0:
-        return 1, [], 0, 1
-    return right, others, silent, draw(st.integers(1, samples))
-
-
-def ballots(right: int, others: list[int], silent: int) -> list[str | None]:
-    wrong = [f"wrong {i}" for i, size in enumerate(others) for _ in range(size)]
-    return [*["right"] * right, *wrong, *[None] * silent]
-
-
-@given(drawn())
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(case: tuple[int, list[int], int, int]) -> None:
-    right, others, silent, k = case
-    subsets = list(combinations(ballots(right, others, silent), k))
-    expected = Fraction(sum("right" in subset for subset in subsets), len(subsets))
-    assert pass_at_k(right + sum(others) + silent, right, k) == float(expected)
-
-
-@given(drawn())
-def test_majority_at_k_is_the_share_of_subsets_it_wins(case: tuple[int, list[int], int, int]) -> None:
-    right, others, silent, k = case
-    subsets = list(combinations(ballots(right, others, silent), k))
-    won = Fraction(0)
-    for subset in subsets:
-        votes = Counter(ballot for ballot in subset if ballot is not None)
-        most = [answer for answer, count in votes.items() if count == max(votes.values())]
-        won += Fraction("right" in most, max(1, len(most)))
-    assert majority_at_k(right, others, silent, k) == pytest.approx(float(won / len(subsets)), abs=0.05)
+@pytest.mark.parametrize(("samples", "right"), [(1, 0), (1, 1), (5, 0), (6, 2), (7, 7)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(samples: int, right: int) -> None:
+    for k in range(1, samples + 1):
+        subsets = list(combinations([1] * right + [0] * (samples - right), k))
+        assert pass_at_k(samples, right, k) == float(Fraction(sum(map(max, subsets)), len(subsets)))
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.sampled_from([0.5, 0.9, 0.95]))
@@ -65,7 +32,7 @@ def test_bounds_grow_with_k_as_the_estimates_do(rights: list[int], confidence: f
     """Intervals of several kinds gave pass@2 a lower bound below that of pass@1."""
     scores = [score_prompt(f"p{i}", [RIGHT] * n + [wrong("a")] * (4 - n), (1, 2, 4)) for i, n in enumerate(rights)]
     found = measure(scores, [4] * len(rights), Counting((1, 2, 4), confidence, 7)).estimates
-    for less, more in (("pass@1", "pass@2"), ("pass@2", "pass@4"), ("maj@4", "pass@4")):
+    for less, more in (("pass@1", "pass@2"), ("pass@2", "pass@4"), ("majority", "pass@4")):
         assert found[less].low <= found[more].low
         assert found[less].high <= found[more].high
     assert all(each.low <= each.value <= each.high for each in found.values())
@@ -97,7 +64,7 @@ def test_equal_wrong_answers_vote_together_and_silence_has_no_vote() -> None:
     together = score_prompt("p", [RIGHT, wrong("answer 17"), wrong("answer 17")], (3,))
     apart = score_prompt("p", [RIGHT, wrong("answer 17"), wrong("answer 19")], (3,))
     silent = score_prompt("p", [RIGHT, unparsed("no ####"), Verdict(0.0, "timeout", "late")], (3,))
-    assert [score.measured["maj@3"] for score in (together, apart, silent)] == [0.0, pytest.approx(1 / 3), 1.0]
+    assert [score.measured["majority"] for score in (together, apart, silent)] == [0.0, pytest.approx(1 / 3), 1.0]
     assert together.measured["pass@3"] == 1.0
     assert silent.outcomes == {"right": 1, "unparsed": 1, "timeout": 1}
 
@@ -113,10 +80,3 @@ def test_paired_differences_cancel_what_prompts_share() -> None:
     assert difference.low < difference.value < difference.high
     width = base.estimates["pass@1"].high - base.estimates["pass@1"].low
     assert difference.high - difference.low < width
-
-
-@pytest.fixture
-def config(tmp_path):
-    rows = [{"question": f"What is {n % 20} and 1?", "answer": f"#### {n + 1}"} for n in range(30)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_config("gsm8k", {"model": "any", "data.source": str(tmp_path / "rows.jsonl"), "evaluation.prompts": 1})

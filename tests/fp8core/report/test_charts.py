@@ -2,17 +2,22 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from fp8core.report.chart import Bound, Chart, Series, collapsed
 from fp8core.report.drawing import draw_png
-from fp8core.report.figures import chart_figure, iteration_figure, scale_figures, time_figures
-from fp8core.report.run_data import read_run
+from fp8core.report.pages import chart_figure
 from fp8core.report.tokens import TokenSample
-from fp8core.report.training_charts import ALIGNMENT, LEARNING, curve_chart, difference_histogram, token_charts
+from fp8core.report.training_charts import (
+    ALIGNMENT,
+    KV_CURVES,
+    LEARNING,
+    curve_chart,
+    difference_histogram,
+    token_charts,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -25,16 +30,14 @@ def line(y, mark="line") -> Series:
     return Series("run", range(len(y)), y, 0, mark)
 
 
-def sample(differences, rollout=-1.0) -> TokenSample:
-    d = np.asarray(differences, dtype=np.float64)
-    base = np.full(len(d), rollout)
-    return TokenSample((3,), base, base + d, np.arange(len(d)))
+def sample(differences) -> TokenSample:
+    return TokenSample((3,), np.asarray(differences, dtype=np.float64))
 
 
 @pytest.mark.parametrize("y", [[], [NAN, 1.0, INF], [-3.0, 0.0], [1e-100, 1e100]])
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_degenerate_data_are_drawn(y, scale, tmp_path) -> None:
-    for mark in ("line", "dots", "outline"):
+    for mark in ("line", "outline"):
         drawn = chart(
             line(y, mark), y_scale=scale, bounds=[Bound("limit", 0.1), Bound("none", 0.0)], include=(0.0, 1.0)
         )
@@ -83,6 +86,8 @@ def test_a_curve_has_the_steps_at_which_its_metric_was_measured_and_equality_is_
     exact = [{"step": 1, "alignment/token_mult_prob_error": 1.0, "alignment/ess": 0.75}]
     assert list(curve_chart(ALIGNMENT[0], [("a", exact)]).series[0].y) == [0.0]
     assert list(curve_chart(ALIGNMENT[2], [("a", exact)]).series[0].y) == [0.25]
+    scales = [{"step": 1, "kv/scale_k_layer0": 0.5, "kv/scale_k_layer1": 2.0, "kv/scale_q_layer0": 8.0}]
+    assert list(curve_chart(KV_CURVES[1], [("a", scales)]).series[0].y) == [2.0]
 
 
 def test_the_histogram_holds_nearly_all_tokens_and_says_the_rest() -> None:
@@ -101,31 +106,3 @@ def test_tokens_that_are_all_equal_are_told_and_one_that_differs_is_drawn() -> N
     charts, told = token_charts([("one", equal), ("two", equal)])
     assert (charts, len(told)) == ([], 2)
     assert token_charts([("one", equal), ("two", other)])[0]
-
-
-def test_scales_are_those_of_the_steps(whole_run) -> None:
-    (figure,) = scale_figures([read_run(whole_run.folder, "whole")])
-    stored = [whole_run.store.get_json(whole_run.ledger.artifacts(i)["next_scales"])["layers"] for i in range(1, 5)]
-    for kind, panel in zip("qkv", figure.plot.data, strict=True):
-        scales = np.array([[layers[i][kind] for layers in stored] for i in range(2)])
-        assert np.array(panel.z) == pytest.approx(np.log10(scales))
-
-
-def test_a_stack_holds_all_the_time_and_runs_side_by_side_have_equal_axes_and_colours(whole_run) -> None:
-    run = read_run(whole_run.folder, "whole")
-    other = replace(run, seconds={"own": {8: 900.0}, "train": {8: 90.0}})
-    one, two = time_figures([run, other])
-    for i, step in enumerate(one.plot.data[0].x):
-        total = sum(task.seconds for task in whole_run.ledger.tasks(int(step)).values())
-        assert sum(bar.y[i] for bar in one.plot.data) == pytest.approx(total)
-    inks = [{bar.name: bar.marker.color for bar in figure.plot.data} for figure in (one, two)]
-    assert inks[0]["train"] == inks[1]["train"]
-    assert one.plot.layout.yaxis.range == two.plot.layout.yaxis.range
-    assert one.plot.layout.xaxis.range == two.plot.layout.xaxis.range == (0.5, 8.5)
-
-
-def test_the_graph_is_that_of_the_pipeline_without_arrows_that_longer_paths_imply(whole_run) -> None:
-    figure = iteration_figure(read_run(whole_run.folder, "whole"))
-    boxes = {shape.label.text.split("</b>")[0][3:]: shape.x0 for shape in figure.plot.layout.shapes if shape.label.text}
-    assert boxes["prompts"] < boxes["rollout"] < boxes["reward"] == boxes["logprobs"] < boxes["train"]
-    assert boxes["record"] == max(boxes.values())

@@ -28,7 +28,7 @@ def rewrite(run_copy, kind: str, change) -> None:
 
 
 def texts(completion) -> list[str]:
-    return ["".join(piece.text for piece in turn.pieces) for turn in completion.turns]
+    return ["".join(piece.text for piece in completion.pieces)]
 
 
 def section(page: str) -> str:
@@ -49,32 +49,22 @@ def test_of_a_run_that_generates_ahead_a_share_is_compared_with_the_writers_of_i
     run = loop_run("ahead", pipeline=pipeline, **{"training.learning_rate": 1e-3})
     data = read_run(run.folder, "run")
     assert not data.damaged
-    completions = [done for asked in data.examples.in_order() for done in asked.completions]
+    completions = [done for asked in data.examples for done in asked.completions]
     assert {done.unverified for done in completions} == {False, True}
     for done in completions:
-        assert {piece.level for turn in done.turns for piece in turn.pieces} == {None if done.unverified else 0}
+        assert {piece.level for piece in done.pieces} == {None if done.unverified else 0}
     assert report_html([data]).count(", not compared</p>") == sum(done.unverified for done in completions)
 
 
 def test_early_and_late_steps_with_their_rewards_and_the_text_of_the_tokens(run_copy) -> None:
     rewrite(run_copy, "rewards", lambda step, row: row.update(reward=100.0 + step))
     examples = read_run(run_copy.folder, "run").examples
-    for some, step in ((examples.early, 1), (examples.late, 4)):
+    early, late = examples[::2], examples[1::2]
+    for some, step in ((early, 1), (late, 4)):
         assert [one.step for one in some] == [step] * PROMPTS
         assert [done.reward for one in some for done in one.completions] == [100.0 + step] * PROMPTS * SAMPLES
-    assert not examples.same
     stored = run_copy.store.get_table(run_copy.ledger.artifacts(1)["rollouts"]).to_pylist()[0]
-    assert texts(examples.early[0].completions[0]) == [stored["text"]]
-
-
-def test_the_same_prompts_are_shown_where_they_come_back(run_copy) -> None:
-    def renamed(step, row) -> None:
-        row["prompt_id"] = "asked twice" if row["group"] == 2 else f"{step} {row['group']}"
-
-    rewrite(run_copy, "rollouts", renamed)
-    examples = read_run(run_copy.folder, "run").examples
-    assert examples.same
-    assert [one.step for one in (*examples.early, *examples.late)] == [1, 4]
+    assert texts(early[0].completions[0]) == [stored["text"]]
 
 
 def test_a_hostile_completion_is_text(run_copy) -> None:
@@ -89,7 +79,7 @@ def test_a_hostile_completion_is_text(run_copy) -> None:
 def test_held_out_prompts_are_the_same_ones_at_the_first_and_the_last_evaluation(run_copy) -> None:
     steps = [step for step in run_copy.ledger.steps() if run_copy.store.get_json(evaluation(run_copy, step))]
     data = read_run(run_copy.folder, "run")
-    for shown, step in ((data.heldout.early, steps[0]), (data.heldout.late, steps[-1])):
+    for shown, step in ((data.heldout[::2], steps[0]), (data.heldout[1::2], steps[-1])):
         samples = run_copy.store.get_json(evaluation(run_copy, step))["samples"][:HELDOUT_PROMPTS]
         assert [(one.step, one.prompt, done.reward, *texts(done)) for one in shown for done in one.completions] == [
             (step, sample["prompt"], sample["score"], sample["text"]) for sample in samples

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fp8core.config.load import load_config
-from fp8core.report.diagnosis import Evidence, diagnosis
+from fp8core.report.diagnosis import Evidence, diagnosis, find_fall
 from fp8core.report.run_verdict import answer
 
 RUNS = json.loads(Path(__file__).with_name("histories.json").read_text())
@@ -24,7 +24,7 @@ def evidence(name: str, steps: int | None = None) -> Evidence:
     columns = {metric: values[:count] for metric, values in run["metrics"].items()}
     rows = [{metric: values[i] for metric, values in columns.items() if values[i] is not None} for i in range(count)]
     learning = answer(rows, prompts=256).learning
-    return Evidence(rows, load_config(run["config"], run["settings"]), learning, run["texts"], name)
+    return Evidence(rows, load_config(run["config"], run["settings"]), learning, "".join(run["texts"][:1]), name)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,11 @@ def evidence(name: str, steps: int | None = None) -> Evidence:
         ("collapse", "collapsed", "after step 1 the share of right answers fell from 0.641 to 0"),
         ("collapse", "collapsed", "Lower training.learning_rate (now 0.5)"),
         ("lr01", "collapsed", "fp8-grpo export lr01 --step 3 FOLDER"),
-        ("negcollapse", "collapsed", "entropy 0.115 to 0.2"),
         ("cutoff", "cut off", "Raise rollout.max_new_tokens (now 2)"),
         ("says_no", "verifier refuses all", "\u201c0,8,7,7#7\u201d. If such texts are right, change reward"),
         ("says_no", "verifier refuses all", "data.template"),
         ("says_wrong", "verifier refuses all", "reward.verifier (now chain), else choose easier problems"),
         ("constant", "no signal", "group were equal in 12 of 12 steps. Choose harder problems"),
-        ("two", "too short to tell", "2 steps. Train on: fp8-grpo resume RUN --set steps=20."),
     ],
 )
 def test_the_cause_names_what_was_seen_and_one_change(run, cause, words) -> None:
@@ -53,7 +51,7 @@ def test_the_cause_names_what_was_seen_and_one_change(run, cause, words) -> None
 def test_a_healthy_run_has_no_diagnosis(run) -> None:
     assert diagnosis(evidence(run)) is None
     early = diagnosis(evidence(run, 4))
-    assert early is None or early.cause == "too short to tell"
+    assert early is None
 
 
 @pytest.mark.parametrize(("run", "step"), [("collapse", 0), ("lr01", 3), ("negcollapse", 1)])
@@ -74,29 +72,22 @@ def test_the_step_to_go_back_to_wrote_rewarded_answers(run, step) -> None:
 )
 def test_what_chance_makes_or_passes_is_no_collapse(rights, prompts) -> None:
     rows = [{"step": step, "reward/outcome_right": right} for step, right in enumerate(rights, 1)]
-    config = load_config("tiny", {"rollout.prompts_per_step": prompts})
-    assert Evidence(rows, config, "not learned").fall is None
+    assert find_fall(rows, prompts) is None
 
 
 @pytest.mark.parametrize(
     ("left", "more", "collapsed"),
     [
-        (0.1, {}, False),
-        (0.1, {"rollout/entropy": 0.001}, True),
-        (0.1, {"rollout/entropy": 2.0}, True),
-        (0.1, {"rollout/length_mean": 1.0}, True),
-        (0.0, {}, True),
+        (0.3, {}, False),
+        (0.1, {}, True),
         # The verifier broke, not the policy.
         (0.0, {"reward/outcome_timeout": 0.9}, False),
     ],
 )
-def test_a_policy_that_is_left_with_little_needs_another_sign(left, more, collapsed) -> None:
-    sound = {"reward/outcome_right": 0.7, "rollout/entropy": 0.3, "rollout/length_mean": 8.0}
-    rows = [{"step": step, **sound} for step in range(1, 11)]
-    rows += [{"step": step, **sound, "reward/outcome_right": left, **more} for step in range(11, 21)]
-    found = Evidence(rows, load_config("tiny"), "got worse", ["4,4,4,3#3", "0,8,7,7#7"])
-    assert (found.fall is not None) == collapsed
-    assert replace(found, texts=["6666#6", "666666"]).fall is not None or left == 0
+def test_a_policy_that_is_left_with_little_has_collapsed(left, more, collapsed) -> None:
+    rows = [{"step": step, "reward/outcome_right": 0.7} for step in range(1, 11)]
+    rows += [{"step": step, "reward/outcome_right": left, **more} for step in range(11, 21)]
+    assert (find_fall(rows, 32) is not None) == collapsed
 
 
 def rows(shares: dict[str, float], steps: int = 12, **more: float) -> list[dict[str, float]]:
@@ -114,8 +105,7 @@ def rows(shares: dict[str, float], steps: int = 12, **more: float) -> list[dict[
         # A right answer that is cut off after its end lacks nothing.
         ({"right": 1.0, "cut off": 1.0}, 1.0, "no signal", "harder problems"),
         ({"right": 0.4, "wrong": 0.3, "unparsed": 0.3}, 0.4, "no signal", "rollout.group_size"),
-        ({"right": 0.0, "wrong": 1.0}, 0.5, "no signal", "different rewards"),
-        ({}, 0.5, "no signal", "different rewards"),
+        ({}, 0.5, "no signal", "rollout.group_size"),
     ],
 )
 def test_a_run_without_a_signal_is_told_why(shares, reward, cause, advised) -> None:
@@ -123,10 +113,3 @@ def test_a_run_without_a_signal_is_told_why(shares, reward, cause, advised) -> N
     assert found is not None
     assert found.cause == cause
     assert advised.lower() in found.sentence.lower()
-
-
-def test_right_outcomes_to_which_an_environment_gave_no_reward() -> None:
-    history = rows({"right": 0.4, "wrong": 0.6}, **{"reward/mean": 0.0})
-    found = diagnosis(Evidence(history, load_config("tiny", {"environment": {"name": "calculator"}}), "not learned"))
-    assert found is not None
-    assert 'Outcome("right")' in found.sentence

@@ -6,7 +6,7 @@ from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.step_graph import StepGraph, check_pipeline
 from fp8core.config.steps import StepSpec
 from fp8core.evaluation.measure import Counting, EvaluationResult, measure, paired_differences, score_prompt
-from fp8core.report.text import evaluation_text, pipeline_mermaid, pipeline_text
+from fp8core.report.text import evaluation_text, pipeline_text
 from fp8core.rewards.scorer import RIGHT, crashed, wrong
 
 SPECS = {
@@ -54,15 +54,3 @@ def test_a_pipeline_shows_levels_connections_and_what_runs_side_by_side(graph: S
     lines = pipeline_text(graph).splitlines()
     assert ["1", "score", "rollouts", "rewards=scores"] in [line.split() for line in lines]
     assert lines[-2:] == ["* from the previous iteration: policy (was next_policy)", "side by side: score, measure"]
-
-
-def test_mermaid_has_a_node_a_step_and_dashed_edges_for_what_is_carried(graph: StepGraph) -> None:
-    lines = {line.strip() for line in pipeline_mermaid(graph).splitlines()}
-    assert {'step_end["end"]', 'step_train["train"]'} < lines
-    assert {line for line in lines if "-->" in line or "-.->" in line} == {
-        'step_end -->|"rollouts"| step_score',
-        'step_end -->|"statistics"| step_measure',
-        'step_end -->|"rollouts"| step_train',
-        'step_score -->|"scores"| step_train',
-        'step_train -.->|"next_policy as policy"| step_end',
-    }
