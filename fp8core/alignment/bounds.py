@@ -1,7 +1,5 @@
 """Bounds that every training is held to: what its contract promises, and which step breaks the promise.
 
-A contract is read from the configuration alone:
-
 | contract | when | promise |
 |---|---|---|
 | exact | the embedded engine with a trainer that computes the same operations, in equal formats | equal bits |
@@ -10,8 +8,7 @@ A contract is read from the configuration alone:
 | mismatched | formats that differ | errors that the correction covers |
 | accepted | formats that differ, without any correction (`precision.accept_mismatch`) | none: bounds only warn |
 
-Each contract has defaults (`stop_bounds`). A setting of `alignment.stop` replaces its default, and `none` removes it.
-"""
+A setting of `alignment.stop` replaces its contract's default, and `none` removes it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +26,6 @@ Contract = Literal["exact", "aligned", "matched", "mismatched", "accepted"]
 Action = Literal["none", "warn", "pause", "fail"]
 
 EQUAL: frozenset[Contract] = frozenset({"exact", "aligned"})
-"""Contracts that promise equal bits."""
 
 BOUNDED = {
     "error": "alignment/token_mult_prob_error",
@@ -59,11 +55,8 @@ _PATIENCE = 3
 
 @dataclass(frozen=True)
 class StopBounds:
-    """The bounds of one run, resolved.
-
-    limits: bound -> limit; a bound that is absent is not judged. sources: every bound, `action` and `patience` ->
-    `configuration` or the contract whose default it is. patience: steps in a row beyond a bound before the action.
-    """
+    """`limits`: bound -> limit; a bound that is absent is not judged. `sources`: every bound, `action` and `patience`
+    -> `configuration` or the contract. `patience`: steps in a row beyond a bound before the action."""
 
     contract: Contract
     reason: str
@@ -112,7 +105,6 @@ class Crossing:
 
 
 def stop_bounds(config: RunConfig) -> StopBounds:
-    """The bounds of a run: those that `alignment.stop` sets, else the defaults of its contract."""
     contract, reason = contract_of(config)
     given = config.alignment.stop
     defaults = _default_limits(config, contract)
@@ -133,7 +125,7 @@ def stop_bounds(config: RunConfig) -> StopBounds:
 
 
 def stored_bounds(config: RunConfig | None) -> StopBounds | None:
-    """`stop_bounds` of a run that is only read; None where they are unknown, as `is_known` has it."""
+    """Of a run that is only read; None where they are unknown, as `is_known` has it."""
     return stop_bounds(config) if config is not None and is_known(config) else None
 
 

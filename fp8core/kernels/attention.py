@@ -89,12 +89,12 @@ def _sequence_attention(
 
 @lru_cache(maxsize=8)
 def _work(sequences: PackedSequences, group: int, longest: int, device: torch.device) -> list[Batch]:
-    """The work of a pack, once for all layers and for the backward's pass."""
+    """Once for all layers and for the backward's pass."""
     spans = [Span(start, length, length) for start, length in zip(sequences.starts, sequences.lengths, strict=False)]
     return batches(spans, group, longest, device)
 
 
 @lru_cache(maxsize=4096)
 def _scalar(value: float, device: torch.device) -> Tensor:
-    """FP32 scalar on a device: copying one there waits for it."""
+    """FP32: copying one to a device waits for it."""
     return torch.tensor(value, device=device)

@@ -1,10 +1,9 @@
 """The backward of attention to packed sequences on Hopper: cuDNN's deterministic kernel, or FlashAttention 2's.
 
-Both take the output and the log-sum-exp of any forward. cuDNN, where its frontend is installed, needs as much memory as
-the products of all queries with all keys take in BF16. A pack whose sequences take more than `MOST_BYTES` is computed
-in parts; one with a sequence that takes more alone is left to FlashAttention. That depends on lengths alone: a replay
-takes the same way. cuDNN builds a graph for a shape in about 40 ms, so packs of one class (`Shape`) share a graph.
-"""
+Both take the output and the log-sum-exp of any forward. cuDNN needs as much memory as the products of all queries with
+all keys take in BF16. A pack that takes more than `MOST_BYTES` is computed in parts; one with a sequence that takes
+more alone is left to FlashAttention. That depends on lengths alone: a replay takes the same way. cuDNN builds a graph
+for a shape in about 40 ms, so packs of one class (`Shape`) share a graph."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ _NO_WEIGHTS = 1e30
 
 
 class Shape(NamedTuple):
-    """A class of packs that one graph computes: the most sequences, tokens of one, and tokens of all."""
+    """Packs that one graph computes: the most sequences, tokens of one, and tokens of all."""
 
     sequences: int
     longest: int
@@ -55,7 +54,7 @@ class Shape(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Successive sequences of a pack that are computed at once; `starts` has where the last one ends, too."""
+    """Successive sequences that are computed at once; `starts` has where the last one ends, too."""
 
     shape: Shape
     starts: tuple[int, ...]
@@ -63,7 +62,7 @@ class Part(NamedTuple):
 
 @lru_cache(maxsize=8)
 def parts_of(sequences: PackedSequences, layout: HeadLayout) -> list[Part]:
-    """The parts of a pack without its own filling, each within `MOST_BYTES`; none if one sequence alone is not."""
+    """Without the pack's own filling; none if one sequence alone is beyond `MOST_BYTES`."""
     spans = [span for span, length in zip(sequences.spans, sequences.lengths, strict=True) if length]
     parts = list[Part]()
     begun = list[tuple[int, int]]()
@@ -86,10 +85,8 @@ def _part(spans: Sequence[tuple[int, int]]) -> Part:
 
 
 def attention_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack: DevicePack) -> Heads:
-    """Gradients of Q, K and V; `grad`, BF16, is zero in the pack's own filling.
-
-    `saved` is the forward's output, and its log-sum-exp, FP32 [query_heads, tokens].
-    """
+    """Of Q, K and V; `grad`, BF16, is zero in filling. `saved`: the output, and log-sum-exps, FP32 [query_heads,
+    tokens]."""
     q, k, _ = heads
     layout = HeadLayout(q.shape[1], k.shape[1], q.shape[2])
     parts = parts_of(pack.sequences, layout) if library(layout.head_dim, q.device) is not None else []
@@ -104,7 +101,6 @@ def describe(head_dim: int, device: torch.device) -> str:
 
 
 def library(head_dim: int, device: torch.device) -> Any | None:
-    """cuDNN's frontend, where it computes heads of so many channels."""
     takes = head_dim in _HEAD_DIMS and device.type == "cuda" and torch.cuda.get_device_capability(device) == _HOPPER
     return _frontend() if takes else None
 
@@ -178,7 +174,7 @@ def _handle(device: torch.device) -> Any:
 
 
 class Graph:
-    """cuDNN's backward of a class of packs: Q, K, V, output, its gradient, log-sum-exps by token, and the gradients."""
+    """Of Q, K, V, output, its gradient, log-sum-exps by token, and the gradients."""
 
     def __init__(self, frontend: Any, shape: Shape, layout: HeadLayout, handle: Any | None) -> None:
         self._frontend, self._shape, self._handle = frontend, shape, handle
@@ -220,7 +216,6 @@ class Graph:
         graph.validate()
 
     def plan(self) -> None:
-        """Choose and load the kernels."""
         self._graph.build_operation_graph()
         self._graph.create_execution_plans([self._frontend.heur_mode.A])
         self._graph.check_support()

@@ -26,11 +26,11 @@ class CudaError(RuntimeError):
 
 
 class Kernel:
-    """One function of one compiled source, on the device that was current when it was made."""
+    """On the device that was current when it was made."""
 
     def __init__(self, name: str, kernel: str, definitions: tuple[tuple[str, int], ...], shared: int) -> None:
-        """Compile and load a `kernel` of the source `name`, with `shared` bytes of dynamic shared memory a block.
-        Raises CudaError: the source does not compile for this device, or the driver does not load it."""
+        """`shared`: bytes of dynamic shared memory a block. Raises CudaError: the source does not compile, or the
+        driver does not load it."""
         torch.cuda.synchronize()  # Makes torch's context, for the driver to find.
         major, minor = torch.cuda.get_device_capability()
         options = [f"-D{key}={value}" for key, value in definitions] + [f"--gpu-architecture=sm_{major}{minor}a"]
@@ -43,7 +43,7 @@ class Kernel:
         _driver("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared)
 
     def launch(self, grid: Sequence[int], threads: int, arguments: Sequence[Tensor | int | float]) -> None:
-        """Launch on the current stream; of arguments a tensor is its address, an int 64 bits, a float 32 bits."""
+        """On the current stream; a tensor is its address, an int 64 bits, a float 32 bits."""
         values = [_c_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -74,7 +74,7 @@ def kept_folder() -> Path:
 
 
 def kept_image(folder: Path, name: str, options: Sequence[str]) -> bytes:
-    """The machine code of a source, from a file of the folder or else from NVRTC, whose version is part of the name."""
+    """Machine code, from a file of the folder or else from NVRTC, whose version is part of the name."""
     described = [source(name).encode(), nvrtc_version().encode(), *(option.encode() for option in options)]
     # A digest of each, so that no two lists run together.
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in described)).hexdigest()

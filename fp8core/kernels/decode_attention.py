@@ -1,11 +1,8 @@
 """Attention of single tokens over a paged FP8 cache on Hopper (`numerics.attention.decode_attention_reference`).
 
-FlashAttention 3 decodes from an FP8 cache at little more than half of the memory's bandwidth, because FP8 tensor cores
-want V transposed. The kernel widens codes to FP16 instead, which is exact, and multiplies with FP32 accumulation.
-
-Nothing depends on the batch: keys are split by their position alone, and parts are merged in their order. So a token
-attends alike whether it is decoded, part of a prompt, or part of a sequence that is scored (`sequence_attention`).
-"""
+FP8 tensor cores want V transposed; the kernel widens codes to FP16 instead, which is exact, with FP32 accumulation.
+Keys are split by their position alone, and parts are merged in order. So a token attends alike whether it is decoded,
+part of a prompt, or part of a sequence that is scored (`sequence_attention`)."""
 
 from functools import cache
 
@@ -21,7 +18,7 @@ _WARPS, _TILE = 4, 32
 
 
 class DecodeAttention:
-    """The kernel with its workspace, for one shape of model on one device; all calls must be on one stream."""
+    """With its workspace, for one shape of model on one device; all calls must be on one stream."""
 
     def __init__(
         self,
@@ -38,18 +35,11 @@ class DecodeAttention:
     ) -> None:
         """Compile, and take the workspace.
 
-        Args:
-            device: a GPU of compute capability 8.9 or higher.
-            shape: of the keys, and of the values: [blocks, page, kv_heads, head_dim]; a page is a multiple of 16.
-            strides: of both; the last is 1.
-            group: query heads per KV head, at most `LARGEST_GROUP`.
-            longest: keys of the longest sequence.
-            queries: that are computed at once.
-            products: what is multiplied, which decides the type of queries (`QUERY_TYPES`).
-            partition: keys that one block of threads goes through, a multiple of 32; it decides the order of sums.
-            resident: blocks of one multiprocessor that registers are shared out for.
-            stages: tiles of 32 keys that a warp has in shared memory.
-        """
+        `shape`, `strides`: of keys and of values, [blocks, page, kv_heads, head_dim]; a page is a multiple of 16.
+        `group`: query heads per KV head. `longest`: keys of the longest sequence. `queries`: computed at once.
+        `partition`: keys that one block of threads goes through, a multiple of 32; it decides the order of sums.
+        `resident`: blocks of a multiprocessor that registers are shared out for. `stages`: tiles of 32 keys that a warp
+        has in shared memory."""
         definitions = cache_definitions(shape, strides, group, partition or partition_of(longest), products)
         kv_heads, self._head_dim, self._strides = shape[2], shape[3], strides
         self._query_type = QUERY_TYPES[products]
@@ -71,11 +61,9 @@ class DecodeAttention:
         scales: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
     ) -> None:
-        """Write the attention of the queries to their rows of `out`, BF16 [tokens, heads, head_dim].
+        """Write attention to rows of `out`, BF16 [tokens, heads, head_dim]; `query` is E4M3 or BF16 of that shape.
 
-        `query` is E4M3 or BF16 [tokens, heads, head_dim], keys and values are E4M3 of the shape and strides that were
-        given. Scales of Q (not read in BF16), K and V are FP32 scalars on the device.
-        """
+        Scales of Q (not read in BF16), K and V are FP32 scalars on the device."""
         assert keys.stride() == values.stride() == self._strides
         assert query.stride()[1:] == (self._head_dim, 1)
         assert query.dtype == self._query_type, query.dtype
@@ -90,7 +78,7 @@ class DecodeAttention:
 
 
 shared_decode_attention = cache(DecodeAttention)
-"""One kernel and workspace for all layers, which run one after the other."""
+"""One for all layers, which run one after the other."""
 
 
 def cache_definitions(

@@ -1,8 +1,7 @@
-"""The fingerprints of many tensors as one reduction in Triton, equal to those of `fingerprint`.
+"""The fingerprints of many tensors as one reduction in Triton, equal to those of `numerics.fingerprint`.
 
-Every program adds the hashes of up to `_PROGRAM_WORDS` words of one tensor to that tensor's sums, modulo 2^64, in any
-order. A table of addresses makes it one launch for a whole model.
-"""
+Every program adds the hashes of up to `_PROGRAM_WORDS` words of one tensor to its sums, modulo 2^64, in any order. A
+table of addresses makes it one launch for a whole model."""
 
 from collections.abc import Sequence
 
@@ -75,7 +74,6 @@ def _fingerprint_kernel(
 
 
 def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> Tensor:
-    """Sums over at least one slice (`numerics.fingerprint.Slice`), all on one GPU: int64 [slices, 2], there."""
     # The pieces keep copies alive until the launch, whose stream then orders what takes their memory.
     pieces = [_aligned(bytes_in_order(tensor)) for tensor in elements]
     return launched(*programs_of(pieces, firsts, ends))

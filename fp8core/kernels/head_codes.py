@@ -1,8 +1,6 @@
 """E4M3 codes of Q, K and V under static scales in Triton.
 
-A program has 4 tokens by 1,024 columns of Q, of K or of V; Q that is multiplied in BF16 has none. Quotients are
-`div.rn`, correctly rounded as torch's are; nothing is contracted to an FMA.
-"""
+A program has 4 tokens by 1,024 columns of Q, of K or of V. Quotients are `div.rn`; nothing is contracted to an FMA."""
 
 import torch
 import triton

@@ -1,9 +1,8 @@
 """GEMMs on Hopper's tensor cores: block-FP8 codes by DeepGEMM or cuBLASLt, and the BF16 output head.
 
-vLLM multiplies with DeepGEMM. A trainer that calls the same kernel gets the same bits, whatever the number of rows. An
-element has one FP32 accumulator, promoted every 128 of the contraction. With powers of two as scales cuBLASLt's block
-GEMM gives these bits as well (docs/guides/torch.md) and stands in where DeepGEMM is not installed.
-"""
+vLLM multiplies with DeepGEMM: the same kernel gives the same bits, whatever the number of rows. An element has one FP32
+accumulator, promoted every 128 of the contraction. With powers of two as scales cuBLASLt's block GEMM gives these bits
+as well and stands in where DeepGEMM is not installed."""
 
 import threading
 from functools import cache

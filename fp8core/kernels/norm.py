@@ -1,13 +1,11 @@
 """Residual sum, RMSNorm and its codes in Triton, and sums over rows in a fixed order.
 
-The mean of squares and 1 / rms are FP64, as in the reference. One FMA multiplies an element by 1 / rms as the sum of
-two FP32 numbers: the FP32 inverse and its remainder. Like the FP64 product, that is the correctly rounded FP32 product
-but for a share of about 2^-24. BF16 shows 2^-16 of it. An rms above 2^120 is an exception. Nothing is contracted to an
-FMA that is not written as one, so that the three forms of the forward give the same bits.
+The mean of squares and 1 / rms are FP64. One FMA multiplies an element by 1 / rms as the sum of two FP32 numbers. But
+for a share of about 2^-24 that is the correctly rounded FP32 product, unless an rms is above 2^120. Nothing else is
+contracted to an FMA, so the three forms of the forward give the same bits.
 
-`column_sums` is the second stage of every gradient that all tokens contribute to. The first stage writes one row of
-partial sums for each of its programs. The grouping and order of rows depend on the shape alone.
-"""
+`column_sums` is the second stage of every gradient that all tokens contribute to. The first writes one row of partial
+sums for each of its programs. Grouping and order depend on the shape alone."""
 
 import torch
 import triton

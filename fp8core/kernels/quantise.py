@@ -1,22 +1,18 @@
 """Block-FP8 quantisers in Triton, and what every kernel that writes block-FP8 codes shares with them.
 
-What makes the bytes those of the torch reference in `numerics.e4m3`:
+What makes the bytes those of `numerics.e4m3`:
 
-- amax keeps NaN (`max.NaN`), and a group whose amax is not finite sets the caller's flag instead of raising.
+- amax keeps NaN (`max.NaN`), and a group whose amax is not finite sets the caller's flag.
 - `pow2`: the scale is amax with its exponent changed, in integers. x / 2^k is the product with 2^-k.
-- `fp32`: `div.rn` for every quotient would take longer than the memory. Instead 1 / scale is rounded correctly once per
-  group. Its product is corrected twice by its FMA residual (Markstein, "Computation of elementary functions on the
-  IBM RISC System/6000 processor", 1990). So is amax / 448. The residual underflows for |x| < 2^-101: below a scale of
-  2^-60 both are multiplied by 2^64 first.
-- E4M3 comes from `cvt.rn.satfinite`, to nearest even. Triton's interpreter, in which the kernels are tested on a CPU,
-  truncates where a GPU rounds; for it the rounding is written out.
+- `fp32`: 1 / scale is rounded correctly once per group. Its product is corrected twice by its FMA residual (Markstein,
+  "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). So is amax / 448. The residual
+  underflows for |x| < 2^-101: below a scale of 2^-60 both are multiplied by 2^64 first.
+- E4M3 comes from `cvt.rn.satfinite`. Triton's interpreter truncates; for it the rounding is written out.
 
-Rows and columns are quantised from one read. Each program holds a 128 x 128 tile as four interleaved quarters (rows
-4i, 4i + 1, 4i + 2, 4i + 3). So a thread packs four codes of one column into a word, and the transposition moves words.
+Each program holds a 128 x 128 tile as four interleaved quarters (rows 4i, 4i + 1, 4i + 2, 4i + 3). So a thread packs
+four codes of one column into a word, and the transposition moves words.
 
-Scales lie group by group (`[groups, rows]`, padded to 16 bytes), as Hopper's block-scaled GEMMs read them, and are
-returned as the transpose. Codes of a transpose whose number of rows is no multiple of 16 cost a copy.
-"""
+Scales lie group by group (`[groups, rows]`, padded to 16 bytes), as Hopper's block-scaled GEMMs read them."""
 
 from typing import Any, NamedTuple
 

@@ -1,9 +1,7 @@
 """Norms and rotary positions of the Q and K of a fused projection in Triton.
 
-A program has 4 tokens by 8 heads of Q, of K or of V. Heads are held as halves, because the rotation pairs an element
-with the one half a head further. Products and sums are FP32, each rounded: nothing is contracted to an FMA that is not
-written as one. The norm is that of `kernels.norm`.
-"""
+A program has 4 tokens by 8 heads of Q, of K or of V. Heads are held as halves: the rotation pairs an element with the
+one half a head further. Each product and sum is rounded. The norm is that of `kernels.norm`."""
 
 import torch
 import triton

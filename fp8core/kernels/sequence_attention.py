@@ -1,8 +1,7 @@
-"""Attention of whole sequences, or of the ends of sequences, over their own FP8 keys on Hopper.
+"""Attention of whole sequences, or of their ends, over their own FP8 keys on Hopper.
 
-The result of `DecodeAttention` for each token, byte for byte, at the speed of tensor cores. Keys and values are widened
-to FP16 once a layer, in the order in which tensor cores read them. Then 192 query rows share what is read of them.
-"""
+The result of `DecodeAttention` byte for byte, on tensor cores. Keys and values are widened to FP16 once a layer, in the
+order in which tensor cores read them. Then 192 query rows share what is read of them."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -26,7 +25,7 @@ _KEYS_AT_ONCE = 65536
 
 
 class Span(NamedTuple):
-    """The last `tokens` of a sequence of so many `keys`, which are side by side in the query from `row` on."""
+    """The last `tokens` of a sequence of so many `keys`, from row `row` of the query on."""
 
     row: int
     tokens: int
@@ -39,8 +38,7 @@ class Batch(NamedTuple):
     Attributes:
         lengths: int32 [spans], keys of each.
         pairs: int32 [pairs, 2], the row of the block table and the first key of each pair of tiles.
-        work: int32 [pieces, 4], as `Work` of the source; the longest first, because they decide when all is done.
-    """
+        work: int32 [pieces, 4], as `Work` of the source, the longest first."""
 
     lengths: Tensor
     pairs: Tensor
@@ -50,7 +48,7 @@ class Batch(NamedTuple):
 def batches(
     spans: Sequence[Span], group: int, longest: int, device: torch.device, partition: int | None = None
 ) -> list[Batch]:
-    """The work of spans; number i has row i of the block table."""
+    """Number i has row i of the block table."""
     partition = partition or partition_of(longest)
     lengths = copied(torch.tensor([span.keys for span in spans], dtype=torch.int32), device)
     made, pairs, work = list[Batch](), list[tuple[int, int]](), list[tuple[int, int, int, int]]()
@@ -79,7 +77,7 @@ def batches(
 
 
 def _pairs(keys: int, partition: int) -> Iterator[int]:
-    """The first key of each pair, in the order of `Order.image` of the source."""
+    """First keys, in the order of `Order.image` of the source."""
     for part in range(0, keys, partition):
         end = min(part + partition, keys)
         for first in range(part, end, 2 * _APART):
@@ -87,7 +85,7 @@ def _pairs(keys: int, partition: int) -> Iterator[int]:
 
 
 class SequenceAttention:
-    """The kernels with their workspace, for one shape of model on one device; all calls must be on one stream."""
+    """With its workspace, for one shape of model on one device; all calls must be on one stream."""
 
     def __init__(
         self,
@@ -99,7 +97,7 @@ class SequenceAttention:
         products: AttentionProducts,
         partition: int | None = None,
     ) -> None:
-        """Compile; arguments are `DecodeAttention`'s."""
+        """Arguments are `DecodeAttention`'s."""
         definitions = cache_definitions(shape, strides, group, partition or partition_of(longest), products)
         self._kv_heads, self._head_dim, self._strides = shape[2], shape[3], strides
         self._query_type = QUERY_TYPES[products]
@@ -124,11 +122,8 @@ class SequenceAttention:
         out: Tensor,
         logsumexp: Tensor | None = None,
     ) -> None:
-        """Write the attention of spans to their rows of `out`; arguments are those of `DecodeAttention`.
-
-        `work` is of `batches`, the block table int32 [spans, blocks of the longest], `logsumexp`, FP32 [heads, tokens],
-        of the scaled scores, in nats.
-        """
+        """As `DecodeAttention`; the block table is int32 [spans, blocks of the longest], `logsumexp` FP32 [heads,
+        tokens], in nats."""
         assert keys.stride() == values.stride() == self._strides
         assert query.stride()[1:] == (self._head_dim, 1)
         assert query.dtype == self._query_type, query.dtype
@@ -149,4 +144,3 @@ class SequenceAttention:
 
 
 shared_sequence_attention = cache(SequenceAttention)
-"""One kernel and workspace for all layers, which run one after the other."""

@@ -1,9 +1,7 @@
 """Log-probs of the output head in Triton.
 
-A program reads one row of logits in blocks and keeps the maximum, the sum of exponentials and their mean exponent. So a
-row's result depends on the row alone, and engine and trainer have the same log-prob of a token bit for bit. Nothing is
-contracted to an FMA. Rows must begin on 16 bytes for fast loads; from elsewhere they are summed in another order.
-"""
+A program reads one row of logits in blocks: a row's result depends on the row alone. Nothing is contracted to an FMA.
+Rows must begin on 16 bytes for fast loads; from elsewhere they are summed in another order."""
 
 import torch
 import triton
@@ -144,7 +142,7 @@ def _choose_kernel(
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """FP32, of FP32's accuracy; the aligned engine calls it, because vLLM's sampler sums in another order."""
+    """FP32; the aligned engine calls it, because vLLM's sampler sums in another order."""
     given, top, total, _ = _statistics(logits, temperature)
     out = torch.empty(logits.shape, device=logits.device)
     with torch.cuda.device_of(logits):

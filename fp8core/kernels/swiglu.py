@@ -1,9 +1,7 @@
 """SwiGLU, its codes and its backward in Triton.
 
-silu is FP32: the exponential is the processor's (a relative error of about 2^-22). BF16 shows that for the few gates
-whose silu lies that close to a boundary of two BF16 numbers. Nothing is contracted to an FMA that is not written as
-one, so that all forms give the same bits.
-"""
+silu is FP32, with the processor's exponential (a relative error of about 2^-22). Nothing is contracted to an FMA, so
+all forms give the same bits."""
 
 import torch
 import triton

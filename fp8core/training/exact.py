@@ -1,11 +1,14 @@
 """The trainer in plain torch: FP32 master weights, AdamW, the forward and backward of the contract."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -42,13 +45,9 @@ from fp8core.training.saved_state import (
     refuse_other_base,
     refuse_other_digest,
     refuse_other_shapes,
-    save_training,
     write_state,
 )
 from fp8core.training.update_gain import Tile, UpdateGain, sampled_tiles
-
-Observe = Callable[[int, tuple[Tensor, Tensor, Tensor]], None]
-"""Gets a layer, and its Q, K and V."""
 
 
 class AdamW:
@@ -87,7 +86,7 @@ class AdamW:
         )
 
     def shapes(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the shapes of the state, for those that were updated before `saved` was."""
+        """Tensors of the shapes of a saved state."""
         updated = {name: tensor for name, tensor in self._learnt.items() if f"step/{name}" in saved}
         counts = {f"step/{name}": torch.zeros(()) for name in updated}
         return counts | {f"{moment}/{name}": tensor for name, tensor in updated.items() for moment in MOMENT_NAMES}
@@ -116,7 +115,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         self._decoder = Decoder(arch, formats)
         self._unscaled = Decoder(arch, replace(formats, attention=Bf16Attention(formats.points.weights)))
         self._shipped_formats = shipped_formats
-        # Of the policy as it is now, by the formats of its parameters; what is shipped and what passes read is one.
+        # By the formats of parameters; what is shipped and what passes read is often one.
         self._prepared: dict[StoredNames, PreparedWeights] = {}
         self._optimiser = AdamW(self._policy.learnt, (training.beta1, training.beta2), training.weight_decay)
         tiles = sampled_tiles(learning_linears(parameter_shapes(arch), training.lora))
@@ -140,13 +139,13 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
 
     @torch.no_grad()
     def statistics(self, batch: TokenBatch) -> KvStatistics:
-        """Statistics of Q, K and V per layer over all valid tokens, without any scales: attention in BF16."""
         weights = self._inference_weights()
         statistics = KvStatistics(self.arch.num_layers)
-        slices, layers = list(self._slices(batch)), self.arch.num_layers
+        slices = list(self._slices(batch))
         for index in self._ranks.own(len(slices)):
+            tell_progress(index, len(slices))
             part = slices[index][1]
-            observe = _counted(_observer(statistics, part.valid, ()), index * layers, len(slices) * layers)
+            observe = partial(_observe, statistics, part.valid, ())
             self._unscaled.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), (), observe)
         self._ranks.combine_counts(statistics.combine)
         return statistics
@@ -189,7 +188,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         scales: Scales,
         statistics: KvStatistics | None = None,
     ) -> FlatScores:
-        observe = None if statistics is None else _observer(statistics, batch.valid, scales)
+        observe = None if statistics is None else partial(_observe, statistics, batch.valid, scales)
         return FlatScores(*self._decoder.completion_logprobs(weights, batch, temperature, scales, observe))
 
     def _prepare(self, formats: Formats) -> PreparedWeights:
@@ -222,7 +221,12 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
 
     def save(self, folder: Path) -> None:
         if self._ranks.rank == 0:
-            save_training(folder, self._policy.learnt, self._optimiser.state)
+            learnt = {name: tensor.detach().clone() for name, tensor in self._policy.learnt.items()}
+            try:
+                save_file(learnt, folder / MASTERS)
+                save_file({name: each.contiguous() for name, each in self._optimiser.state.items()}, folder / OPTIMISER)
+            except SafetensorError as error:
+                raise OSError(f"{folder}: {error}") from error
             write_state(folder, self.version, self._updates, self.digest(), self._policy.base)
 
     def load(self, folder: Path) -> None:
@@ -239,31 +243,16 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         refuse_other_digest(folder, self.digest(), state)
 
 
-def _observer(statistics: KvStatistics, valid: Tensor, scales: Scales) -> Observe:
-    return lambda layer, qkv: statistics.observe(layer, qkv, valid, scales[layer] if scales else None)
-
-
-def _counted(observe: Observe, before: int, total: int) -> Observe:
-    """`observe` with progress in layers; `before` and `total` count those of all passes."""
-
-    def watched(layer: int, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-        tell_progress(before + layer, total)
-        observe(layer, qkv)
-
-    return watched
+def _observe(
+    statistics: KvStatistics, valid: Tensor, scales: Scales, layer: int, qkv: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    statistics.observe(layer, qkv, valid, scales[layer] if scales else None)
 
 
 def _build(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks) -> ExactTrainer:
-    return ExactTrainer(
-        arch,
-        masters,
-        training_formats(config.precision, arch.num_layers),
-        rollout_formats(config.precision, arch.num_layers),
-        config.training,
-        Objective(config.loss, config.correction),
-        ranks,
-        config.seed,
-    )
+    formats, shipped = (side(config.precision, arch.num_layers) for side in (training_formats, rollout_formats))
+    objective = Objective(config.loss, config.correction)
+    return ExactTrainer(arch, masters, formats, shipped, config.training, objective, ranks, config.seed)
 
 
 TRAINER = TrainerEntry(

@@ -1,8 +1,7 @@
 """LoRA: a policy of frozen weights and of adapters of its linears, which alone learn.
 
-The policy is the merged weights (`numerics.lora`), so engines, log-probs and records see an ordinary one. Frozen
-weights are in BF16: on the grid of block FP8 a product below half a step would round back. B begins as 0.
-`weights_digest` covers the merged weights in BF16 and the FP32 adapters: what a checkpoint holds."""
+The policy is the merged weights (`numerics.lora`). Frozen weights are in BF16: on the grid of block FP8 a product below
+half a step would round back. `weights_digest` covers the merged weights in BF16 and the FP32 adapters."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -26,13 +25,12 @@ def is_target(name: str, lora: LoraConfig) -> bool:
 
 
 def learning_linears(shapes: Shapes, lora: LoraConfig | None) -> dict[str, tuple[int, ...]]:
-    """The linears of layers that learn, by themselves or by adapters."""
     linears = {name: shape for name, shape in shapes.items() if is_linear(name)}
     return linears if lora is None else {name: shape for name, shape in linears.items() if is_target(name, lora)}
 
 
 def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Of every adapter's A, [rank, in], and B, [out, rank], by name, from the shapes of the policy's parameters."""
+    """Every adapter's A, [rank, in], and B, [out, rank], by name."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if is_target(name, lora):
@@ -42,7 +40,6 @@ def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...
 
 
 def adapter_refusals(arch: Architecture, lora: LoraConfig | None) -> Iterator[str]:
-    """A message for a model with experts, or with a target that has a side shorter than the rank."""
     if lora is None:
         return
     if arch.sparse_layers:
@@ -99,11 +96,9 @@ class FullWeights:
         self.learnt = {name: tensor.float().clone().requires_grad_(True) for name, tensor in masters.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """The policy, FP32 by Hugging Face name; its gradients reach `learnt`."""
         return self.learnt
 
-    def changed(self) -> None:
-        """The weights are what learns."""
+    def changed(self) -> None: ...
 
     def digest(self) -> str:
         return policy_digest({name: tensor.detach() for name, tensor in self.learnt.items()})

@@ -36,13 +36,10 @@ class TrainerMemory:
     """The memory that a trainer holds on one of its GPUs.
 
     Attributes:
-        state: stays between steps.
-        step: what a step adds.
         exported: what an update of the engine adds.
         scoring: stays of a trainer that never learns.
         at_rest: bytes that stay beside the state while the trainer does not compute.
-        advice: settings whose change lowers the memory of an update.
-    """
+        advice: settings whose change lowers the memory of an update."""
 
     state: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]]
     step: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]]
@@ -62,12 +59,11 @@ class Parallel:
 
 
 def state_of(owned: int) -> tuple[Need, Need]:
-    """Masters in FP32 and the moments of AdamW, of so many parameters."""
     return Need(MASTER_WEIGHTS, owned * FP32_BYTES, "FP32"), Need(MOMENTS, 2 * owned * FP32_BYTES, "AdamW, FP32")
 
 
 def adapted_state(config: RunConfig, arch: Architecture, gpus: int, moment_bytes: int) -> tuple[Need, ...]:
-    """The memory that stays between steps where adapters learn; each GPU has all of them."""
+    """Where adapters learn, each GPU has all of them."""
     lora, shapes = config.training.lora, parameter_shapes(arch)
     assert lora is not None, "the caller asked"
     learnt = count(adapter_shapes(shapes, lora))

@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -28,7 +28,7 @@ from fp8core.training.trainer import (
 )
 
 Weights = TypeVar("Weights")
-"""What a forward pass multiplies with, made ready once for all parts of a batch."""
+"""What a forward pass multiplies with."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         return self._scored_under(self._inference_weights(), batch, temperature, scales)
 
     def export(self) -> ShippedTensors:
-        """Weights for the rollout engine, quantised here and nowhere else."""
         self._exported = self.version
         return self._to_ship()
 
@@ -80,9 +79,8 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def scored_step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> tuple[TrainReport, ScoredBatch]:
         """As `step`; the forwards of its updates also score every row and collect the statistics of Q, K and V.
 
-        A forward goes over all rows of its update, under the policy that this update begins with. With one update and
-        no stored old log-probs, the forward's log-probs are the old ones. A pass before the first update scores the
-        audited rows of later ones, and those with stale tokens.
+        With one update and no stored old log-probs, the forward's log-probs are the old ones. A pass before the first
+        update scores the audited rows of later ones, and those with stale tokens.
 
         Raises: NotFiniteError: as `step`. LogprobError: the first audited token that differs; no update is applied."""
         corrected, correction = self._objective.corrected(batch)
@@ -113,7 +111,9 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         for update, rows in enumerate(updates):
             part = corrected.rows(rows)
             with self._guarded():
-                totals, scores = self._accumulate_and_score(part, temperature, scales, statistics)
+                totals, own = self._accumulate_scored(part, temperature, scales, statistics)
+                slices = list(self._slices(part.sequences))
+                scores = _padded(part.sequences, slices, self._ranks.joined(own))
                 if update == 0:
                     self._refuse_differing(
                         batch, {row: scores[0][row] for row in batch.audited if row < rows.stop}, passed
@@ -136,20 +136,6 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         self._refuse_differing(batch, passed, {})
         return passed
 
-    def _accumulate_and_score(
-        self, batch: RolloutBatch, temperature: float, scales: Scales, statistics: KvStatistics
-    ) -> tuple[dict[str, float], tuple[Tensor, Tensor]]:
-        """As `_accumulate_parts`, with log-probs and entropies as FP32 [B, C], NaN on padding."""
-        own = list[FlatScores]()
-
-        def score(weights: Weights, part: TokenBatch) -> FlatScores:
-            scored = self._score(weights, part, temperature, scales, statistics)
-            own.append(FlatScores(scored.logprobs.detach(), scored.entropy.detach()))
-            return scored
-
-        totals, slices = self._accumulate_parts(batch, score), list(self._slices(batch.sequences))
-        return totals, _padded(batch.sequences, slices, self._ranks.joined(own))
-
     def _refuse_differing(
         self, batch: RolloutBatch, audited: Mapping[int, Tensor], passed: Mapping[int, Tensor]
     ) -> None:
@@ -168,8 +154,6 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
                 raise LogprobError(self._not_applied(f"{batch.audited[row]}, {found}"))
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
-        """One update on the mean cross-entropy of the completion tokens (nats a token), which it returns.
-        Raises NotFiniteError: as `step`."""
         with self._guarded():
             tokens, weights, slices = int(batch.completion.sum()), self._training_weights(), list(self._slices(batch))
 
@@ -189,12 +173,10 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         """Rows of a batch that are computed at once, in order, trimmed to their longest."""
 
     @abstractmethod
-    def _inference_weights(self) -> Weights:
-        """Weights for passes without gradients."""
+    def _inference_weights(self) -> Weights: ...
 
     @abstractmethod
-    def _to_ship(self) -> ShippedTensors:
-        """The policy in the formats of the engine."""
+    def _to_ship(self) -> ShippedTensors: ...
 
     @abstractmethod
     def _unlike_shipped(self) -> Mapping[str, Tensor] | None:
@@ -218,42 +200,42 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         temperature: float,
         scales: Scales,
         statistics: KvStatistics | None = None,
-    ) -> FlatScores:
-        """The forward pass over a part of a batch; `statistics` observes Q, K and V."""
+    ) -> FlatScores: ...
 
     @abstractmethod
-    def _no_statistics(self) -> KvStatistics:
-        """Statistics that nothing was observed for yet, where the passes run."""
+    def _no_statistics(self) -> KvStatistics: ...
 
     def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
-        return self._accumulate_parts(batch, lambda weights, part: self._score(weights, part, temperature, scales))
+        return self._accumulate_scored(batch, temperature, scales, None)[0]
 
-    def _accumulate_parts(
-        self, batch: RolloutBatch, score: Callable[[Weights, TokenBatch], FlatScores]
-    ) -> dict[str, float]:
-        denominator, weights = Denominator.of(batch.mask), self._training_weights()
+    def _accumulate_scored(
+        self, batch: RolloutBatch, temperature: float, scales: Scales, statistics: KvStatistics | None
+    ) -> tuple[dict[str, float], list[FlatScores]]:
+        """The scores are those of this process's parts."""
+        denominator, weights, own = Denominator.of(batch.mask), self._training_weights(), list[FlatScores]()
         slices = list(self._slices(batch.sequences))
 
         def learn(rows_and_part: tuple[slice, TokenBatch]) -> dict[str, float]:
             rows, part = rows_and_part
-            scored = score(weights, part)
+            scored = self._score(weights, part, temperature, scales, statistics)
+            own.append(FlatScores(scored.logprobs.detach(), scored.entropy.detach()))
             mask = left_aligned(part.completion, batch.mask.shape[1])
             current, entropy = (
                 torch.zeros(mask.shape).masked_scatter(mask, values) for values in (scored.logprobs, scored.entropy)
             )
             terms = self._objective(current, batch.rows(rows), denominator, entropy)
-            statistics = terms.statistics()
-            if not math.isfinite(statistics["loss"]):
-                raise self._not_finite(f"the loss is {statistics['loss']}")
+            measured = terms.statistics()
+            if not math.isfinite(measured["loss"]):
+                raise self._not_finite(f"the loss is {measured['loss']}")
             self._backward(terms.loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
-            return statistics
+            return measured
 
         found = shared_out(self._ranks, slices, learn, self._end_parts)
         self._finish_gradients()
         totals: dict[str, float] = {}
-        for statistics in found:
-            totals = merged(totals, statistics)
-        return totals
+        for measured in found:
+            totals = merged(totals, measured)
+        return totals, own
 
     def _end_parts(self, parts: int) -> None:
         """Of so many parts this process has computed its own, or failed in one; others may still compute."""

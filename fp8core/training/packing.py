@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def row_groups(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[slic
 
 
 def even_groups(lengths: Sequence[int], micro_batch_tokens: int, ranks: int) -> list[slice]:
-    """`row_groups` for several ranks: of no more groups a rank than fit, each as small as it can be."""
+    """`row_groups` of no more groups a rank than fit, each as small as it can be."""
     groups = list(row_groups(lengths, micro_batch_tokens))
     if len(groups) % ranks == 0:
         return groups
@@ -38,9 +39,7 @@ def even_groups(lengths: Sequence[int], micro_batch_tokens: int, ranks: int) -> 
 
 def end_to_end(lengths: Sequence[int], multiple: int) -> PackedSequences:
     """Sequences without padding between them, and a last one of padding up to a multiple of tokens."""
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
+    starts = list(accumulate(lengths, initial=0))
     if padding := -starts[-1] % multiple:
         return PackedSequences((*lengths, 0), (*starts, starts[-1] + padding))
     return PackedSequences(tuple(lengths), tuple(starts))
@@ -52,11 +51,9 @@ class Pack:
 
     Attributes:
         rows: of the batch it was made from.
-        sequences: where each row lies.
         tokens: int64 [T], 0 on padding.
         written: int64 [written], where the completion tokens lie, in row order; the place before predicts a token.
-        experts: int16 [T, sparse layers, k] as in `TokenBatch`, -1 on padding, or None.
-    """
+        experts: int16 [T, sparse layers, k] as in `TokenBatch`, -1 on padding, or None."""
 
     rows: slice
     sequences: PackedSequences

@@ -15,10 +15,8 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """Every process makes the same calls in the same order. This one is alone: it computes every part.
-
-    `cluster.transport.GroupRanks` are several. `rank`: of this process. `count`: of all processes.
-    """
+    """Processes make the same calls in the same order (`cluster.transport.GroupRanks`). This one is alone: it computes
+    every part."""
 
     rank, count = 0, 1
 
@@ -29,8 +27,7 @@ class Ranks:
         """The values of all processes, in the order of the parts."""
         return list(own)
 
-    def combine_counts(self, combine: Callable[..., None]) -> None:
-        """Complete statistics (`KvStatistics.combine`) over all processes."""
+    def combine_counts(self, combine: Callable[..., None]) -> None: ...
 
     def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
         """The sums of the gradients of all parts, each addition in the order of the parts, in every process."""
@@ -38,14 +35,12 @@ class Ranks:
         return list(sums)
 
     def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The bytes of all processes, one tensor each. `own`: uint8 [own size]. `sizes`: of all processes."""
+        """The bytes of all processes, uint8 [size] each."""
         return [own]
 
     def exchange(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to send each process its flat tensor of `parts`; the result waits for what all have for this one.
-
-        On a GPU, kernels that come before the result is called do not wait.
-        """
+        """Begin to send each process its flat tensor of `parts`; the result waits for what all have for this one. On a
+        GPU, kernels that come before the result is called do not wait."""
         return lambda: list(parts)
 
     def maximum(self, tensor: Tensor) -> None:
@@ -63,8 +58,7 @@ def shared_out(
 ) -> list[Result]:
     """`compute` of every part, in order, each by one process; an error of one part is raised by all processes.
 
-    `end`: called with the number of all parts when the own ones are computed, or one of them has failed.
-    Raises ValueError, GroupNotFinite, UserError: of the first part whose computation raised it."""
+    `end`: called with the number of all parts when the own ones are computed, or one has failed."""
     own: list[Result | ValueError | GroupNotFinite | UserError] = []
     for index in ranks.own(len(parts)):
         tell_progress(index, len(parts))
@@ -79,8 +73,7 @@ def shared_out(
 
 
 def together(ranks: Ranks, act: Callable[[], Result]) -> list[Result]:
-    """The results of all processes; an error of one of them is raised by all.
-    Raises OSError, UserError: of reading or writing files."""
+    """The results of all processes; an error of one of them is raised by all."""
     own: Result | OSError | UserError
     try:
         own = act()
@@ -104,12 +97,12 @@ _PIECE_BYTES = 256 << 20
 
 
 def aligned(size: int) -> int:
-    """Bytes that a tensor takes before another one: a view of bytes begins at a multiple of its elements."""
+    """A view of bytes begins at a multiple of its elements."""
     return round_up(size, 16)
 
 
 class KeptWeights:
-    """Weights that the ranks keep together for a while: each has a share of the tensors in its main memory."""
+    """Weights that the ranks keep together: each has a share of the tensors in its main memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
         self._ranks = ranks
@@ -140,7 +133,7 @@ class KeptWeights:
             start, flat = start + size, flat[size:]
 
     def whole(self) -> dict[str, Tensor]:
-        """All of them, on the device that they came from."""
+        """On the device that they came from."""
         own = torch.empty(self._sizes[self._ranks.rank], dtype=torch.uint8, device=self._device)
         # An empty share has no piece, and splits into one part.
         for piece, part in zip(self._own, own.split(_PIECE_BYTES), strict=False):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from fp8core.rollout.registry import Arithmetic, engine_entry, no_refusals
+from fp8core.rollout.registry import Arithmetic, engine_entry, no_environment, no_refusals
 from fp8core.user_code import import_attribute
 
 if TYPE_CHECKING:
@@ -30,33 +30,21 @@ TRAINERS: Final[Mapping[str, str]] = {
 """Name -> import path of its entry; of several that a configuration selects, the last one is taken."""
 
 
-def _no_environment(_: "RunConfig") -> "Environment":
-    from fp8core.config.capability import Environment
-
-    return Environment()
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainerEntry:
     """A trainer as the rest of the program sees it.
 
     Attributes:
-        chosen: whether a configuration selects it.
         packages: distributions whose versions `check` asks for (`Node.version`).
         build: a trainer that starts from weights by Hugging Face name, or the part of it that a process has.
         arithmetic: `exact`: the operations of the embedded engine. `kernels`: those of the packed kernels, which
             aligned models of engines run too; on a CPU their references. `own`: neither.
-        scores_updates: whether an update gives the log-probs of its forward, and passes those of older policies
-            (`trainer.ScoringTrainer`).
-        device: where it computes here.
+        scores_updates: whether it is a `trainer.ScoringTrainer`.
         build_sft: a trainer for the warm start; None: the reference decoder makes it, in FP32 (`run.start`).
-        check: a message for all that a machine has not installed, for GPUs that are missing, and for formats that it
-            does not compute there.
-        check_model: why it cannot hold, cut or multiply a model, a message each.
+        check, check_model: why a machine, or a model, does not fit, a message each.
         requirements: what of it is installed, in words; UserError where something is missing.
-        environment: what must be set before it is built.
+        environment: variables that are set before it is built.
         grid: the GPUs that it trains on, on a machine that has some; None where it computes on the host.
-        alone: its settings for a whole policy in one process, whatever grid shared it.
         memory: what it holds on each GPU of its grid; None where it computes on the host (`memory.host_needs`).
     """
 
@@ -70,9 +58,8 @@ class TrainerEntry:
     build_sft: Callable[["RunConfig", "Architecture", "Mapping[str, Tensor]"], "SftTrainer"] | None = None
     check: Callable[["RunConfig", "Node"], Iterable[str]] = no_refusals
     check_model: Callable[["RunConfig", "Architecture"], Iterable[str]] = no_refusals
-    environment: Callable[["RunConfig"], "Environment"] = _no_environment
+    environment: Callable[["RunConfig"], "Environment"] = no_environment
     grid: Callable[["RunConfig"], "Parallel | None"] = lambda _: None
-    alone: Callable[["TrainingConfig"], "TrainingConfig"] = lambda training: training
     needs_gpu: Callable[["RunConfig"], bool] = lambda _: False
     memory: Callable[["TrainingConfig"], "TrainerMemory | None"] = lambda _: None
     packages: tuple[str, ...] = ()
@@ -97,7 +84,6 @@ def packages_of(config: "RunConfig") -> tuple[str, ...]:
 
 
 def trainer_grid(config: "RunConfig", machine: "Machine") -> "Parallel | None":
-    """The GPUs of a machine that the configuration trains on; None where training computes on the host."""
     return None if machine.gpu is None else trainer_of(config.training).grid(config)
 
 

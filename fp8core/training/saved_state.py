@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8core.errors import StoredFileError
@@ -39,15 +39,6 @@ class SavedState(BaseModel):
     base: str | None = Field(None, min_length=1, max_length=128, description="Digest of the weights under adapters.")
 
 
-def save_training(folder: Path, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-    """Write FP32 masters, or adapters, and optimiser moments of a trainer in one process. Raises OSError."""
-    try:
-        save_file({name: tensor.detach().cpu().clone() for name, tensor in masters.items()}, folder / MASTERS)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in moments.items()}, folder / OPTIMISER)
-    except SafetensorError as error:
-        raise OSError(f"{folder}: {error}") from error
-
-
 def write_state(folder: Path, version: int, updates: int, digest: str, base: str | None = None) -> None:
     frozen = {} if base is None else {"base": base}
     (folder / STATE).write_text(json.dumps({"version": version, "updates": updates, "digest": digest, **frozen}))
@@ -55,7 +46,10 @@ def write_state(folder: Path, version: int, updates: int, digest: str, base: str
 
 def read_state(folder: Path) -> SavedState:
     """Raises StoredFileError."""
-    return parse_model(_bytes(folder / STATE), SavedState, folder / STATE)
+    try:
+        return parse_model((folder / STATE).read_bytes(), SavedState, folder / STATE)
+    except OSError as error:
+        raise StoredFileError(f"{folder / STATE}: cannot be read: {error.strerror}") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -75,7 +69,7 @@ def refuse_other_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping
 def header_of(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
     """The tensors of a file, which must have these names and shapes. Raises StoredFileError."""
     found = tensor_header(path)
-    _compare(path, _shapes(found), wanted)
+    _compare(path, {name: tensor.spec.shape for name, tensor in found.items()}, wanted)
     return found
 
 
@@ -87,14 +81,14 @@ def refuse_other_digest(folder: Path, found: str, state: SavedState) -> None:
 
 
 def refuse_other_base(folder: Path, base: str | None, state: SavedState) -> None:
-    """Raises StoredFileError: the adapters were saved over other frozen weights, or there are none."""
+    """Raises StoredFileError: the adapters were saved over other frozen weights."""
     if state.base != base:
         there, here = state.base or "nothing frozen", base or "nothing frozen"
         raise StoredFileError(f"{folder / STATE}: base: {there}, but the run has {here}")
 
 
 def check_checkpoint(folder: Path, step: int, weights_digest: str) -> None:
-    """Check the counters of a checkpoint of the policy after `step`. Raises StoredFileError: file, field, problem."""
+    """Check the counters of the policy after `step`. Raises StoredFileError: file, field, problem."""
     state = read_state(folder)
     if state.version != step:
         raise StoredFileError(f"{folder / STATE}: version: {state.version}, but the checkpoint is of step {step}")
@@ -103,10 +97,10 @@ def check_checkpoint(folder: Path, step: int, weights_digest: str) -> None:
 
 
 def check_weights(folder: Path, weights_digest: str) -> None:
-    """Read the values that `check_checkpoint` leaves out, one tensor at a time. Raises StoredFileError.
+    """Read the values, one tensor at a time. Raises StoredFileError.
 
-    The masters have the digest, and the policy is the masters in BF16. Adapters have it together with the policy. The
-    digest of a model in Megatron's shards depends on their grid: only its trainer computes it."""
+    The masters have the digest, and the policy is the masters in BF16. Adapters have it together with the policy. Of
+    Megatron's shards it depends on their grid: only its trainer computes it."""
     state = read_state(folder)
     if state.grid is not None:
         return
@@ -131,10 +125,6 @@ def check_weights(folder: Path, weights_digest: str) -> None:
         raise StoredFileError(f"{folder / POLICY}: tensor {other}: is not what {MASTERS} has, in BF16")
 
 
-def _shapes(stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tensor.spec.shape for name, tensor in stored.items()}
-
-
 def _compare(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
     for name, shape in wanted.items():
         if found.get(name) != shape:
@@ -143,10 +133,3 @@ def _compare(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[s
     for name in found:
         if name not in wanted:
             raise StoredFileError(f"{path}: tensor {name}: expected nothing of this name")
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error

@@ -34,9 +34,8 @@ AVERAGED = (
     "reference_kl",
     "teacher_kl",
 )
-"""Fields of a report that are means over its updates."""
+"""Means over the updates."""
 _OF_FIRST = ("ratio_bias", "ratio_deviation", "clip_fraction", "reward_slope")
-"""Statistics of the first update that a report has."""
 REPORTED = (
     "first_ratio_bias",
     "first_ratio_deviation",
@@ -47,7 +46,7 @@ REPORTED = (
     "tokens",
     "rows",
 )
-"""Fields of a report that are metrics of a step under `train/`."""
+"""Metrics of a step under `train/`."""
 
 
 class UpdateError(ValueError):
@@ -59,7 +58,7 @@ class NotFiniteError(UpdateError):
 
 
 class LogprobError(UpdateError):
-    """A forward gave a token another log-prob than the rollout, or left out one that the rollout has drawn."""
+    """A forward gave a token another log-prob than the rollout."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,8 @@ class ScoredBatch:
 class TrainReport:
     """One call of `Trainer.step`: means over its optimiser updates, or 0 where no row was left for one.
 
-    Fields that begin with `first` are of the first update alone, made by the policy whose old log-probs the batch
-    holds. `mask_differing` counts tokens that are in the loss and not written by the policy, and the other way round.
-    `first_reward_slope` is `rl.objective.reward_slope`, None where rewards are not known."""
+    Fields that begin with `first` are of the first update, made by the policy whose old log-probs the batch holds.
+    `mask_differing` counts tokens that are in the loss and not written by the policy, and the other way round."""
 
     version: int
     digest: str
@@ -102,64 +100,46 @@ class TrainReport:
 
 
 class Trainer(Protocol):
-    """A resident policy that learns."""
+    """A resident policy that learns; `scales` are those of each layer, none where attention has none."""
 
     @property
-    def version(self) -> int:
-        """Updates of the policy."""
-        ...
+    def version(self) -> int: ...
 
     @property
     def arch(self) -> Architecture: ...
 
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
-        """Score completion tokens under the current policy; `scales` of each layer, none where attention has none."""
-        ...
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch: ...
 
-    def statistics(self, batch: TokenBatch) -> KvStatistics:
-        """Statistics of Q, K and V under the current policy, without any scales."""
-        ...
+    def statistics(self, batch: TokenBatch) -> KvStatistics: ...
 
-    def step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> TrainReport:
-        """Learn from a batch: version v becomes v + 1."""
-        ...
+    def step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> TrainReport: ...
 
-    def describe(self) -> dict[str, object]:
-        """Report what really runs: formats by layer."""
-        ...
+    def describe(self) -> dict[str, object]: ...
 
-    def export(self) -> Shipped:
-        """Weights for the rollout engine, in its stored formats."""
-        ...
+    def export(self) -> Shipped: ...
 
     def digest(self) -> str:
-        """Digest of the FP32 master weights, or of a policy with adapters (`training.lora`)."""
+        """Digest of the FP32 masters, or of a policy with adapters."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write masters or adapters, optimiser states and counters (`saved_state`); the folder exists. No policy."""
+        """Write what learns, optimiser states and counters (`saved_state`), without the policy; the folder exists."""
         ...
 
-    def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Write the policy in BF16 with `save_checkpoint`."""
-        ...
+    def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None: ...
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
-        ...
+    def load(self, folder: Path) -> None: ...
 
     def rest(self) -> None:
-        """Free prepared weights where they are cheap to rebuild; the next pass rebuilds them."""
+        """Free prepared weights where they are cheap to rebuild."""
         ...
 
     def close(self) -> None:
-        """Give devices and processes back; a second call does nothing."""
+        """A second call does nothing."""
         ...
 
 
 class LocalTrainer(Trainer, Protocol):
-    """A trainer in this process, or the part of one that is."""
-
     @property
     def masters(self) -> Mapping[str, Tensor]:
         """The weights that learn, by Hugging Face name, at least as exact as BF16. Only to be read."""
@@ -168,27 +148,19 @@ class LocalTrainer(Trainer, Protocol):
 
 @runtime_checkable
 class ScoringTrainer(Protocol):
-    """A trainer whose update scores its rows (`TrainerEntry.scores_updates`), and which scores under older policies."""
+    """A trainer whose update scores its rows, and which scores under older policies."""
 
-    def scored_step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> tuple[TrainReport, ScoredBatch]:
-        """As `step`, and score the rows in the forwards of its updates."""
-        ...
+    def scored_step(
+        self, batch: RolloutBatch, temperature: float, scales: Scales
+    ) -> tuple[TrainReport, ScoredBatch]: ...
 
     def keep(self, shipped: Shipped) -> Any:
-        """The policy that `export` gave last, in main memory, for `logprobs_of`; an engine has not taken it yet.
-
-        The trainer still holds this policy. Where its passes read weights in the formats that were shipped, these are
-        copied; else it makes the policy again, in its own formats. The copy outlives the trainer, until `forget`.
-        """
+        """The policy that `export` gave last, in main memory, for `logprobs_of`; an engine has not taken it yet."""
         ...
 
-    def forget(self, kept: Any) -> None:
-        """Give the memory of a kept policy back."""
-        ...
+    def forget(self, kept: Any) -> None: ...
 
-    def logprobs_of(self, kept: Any, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
-        """As `logprobs`, under a policy that was kept."""
-        ...
+    def logprobs_of(self, kept: Any, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch: ...
 
 
 class SftTrainer(Protocol):
@@ -197,7 +169,7 @@ class SftTrainer(Protocol):
         ...
 
     def store_weights(self, store: ArtifactStore) -> Ref:
-        """Store the FP32 weights as an artifact of kind `weights`. Raises UserError when the disk refuses."""
+        """Raises UserError when the disk refuses."""
         ...
 
     def close(self) -> None: ...
@@ -285,9 +257,8 @@ class PolicyTrainer(ABC):
     def _drop_gradients(self) -> None: ...
 
     def _learning_rate(self, update: int, of_step: int) -> float:
-        """Of an update, from 1 in all and in its step: a function of its place and the configuration alone.
-
-        A step with fewer updates than `minibatches` passes over the places of the others."""
+        """Of an update, from 1 in all and in its step. A step with fewer updates than `minibatches` passes over the
+        places of the others."""
         config, schedule = self._config, self._config.learning_rate_schedule
         peak = max(1, config.warmup_steps)
         if schedule.kind == "constant" or update <= peak:
@@ -328,7 +299,7 @@ class PolicyTrainer(ABC):
 
 
 def first_differing(theirs: Tensor, ours: Tensor, mask: Tensor, origin: str = "the rollout") -> str | None:
-    """The first token in the mask for which a forward has other bits, in words; log-probs are FP32 [C]."""
+    """The first token in the mask with other bits, in words; log-probs are FP32 [C]."""
     differing = (mask & (ours.view(torch.int32) != theirs.view(torch.int32))).nonzero()
     if not len(differing):
         return None
@@ -342,7 +313,7 @@ def shares(rows: int, count: int) -> list[slice]:
 
 
 def minibatches(mask: Tensor, keep: Tensor, count: int) -> list[slice]:
-    """The consecutive rows of each update of a step: all rows, cut so that each has as many kept ones, but for one.
+    """The consecutive rows of each update of a step, cut so that each has as many kept ones, but for one.
 
     A kept row has a token in the corrected `mask`, bool [B, C], and is in `keep`, bool [B]. Fewer kept rows than
     `count` make fewer updates: one without a token would move the policy by its moments alone."""

@@ -1,8 +1,8 @@
 """The share of an optimiser's intention that reaches the policy which an engine multiplies: `train/update_gain`.
 
-M are the FP32 weights of the linears that learn (with adapters, the merged ones), Q is what is shipped of them. Since
-policy 0 they have changed by dM and dQ. The gain is sum(dQ dM) / sum(dM dM): at 1 all has arrived. Of a large model the
-sums are over `MOST_TILES` tiles. Sums of tiles are added exactly, so neither ranks nor threads show."""
+M are the FP32 weights of the linears that learn, Q is what is shipped of them. Since policy 0 they have changed by dM
+and dQ. The gain is sum(dQ dM) / sum(dM dM), of a large model over `MOST_TILES` tiles. Sums are exact, so neither ranks
+nor threads show."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ _CHUNK = 64
 
 
 class Tile(NamedTuple):
-    """Elements of a weight, or fewer at its edge, by the first row and column."""
+    """By the first row and column."""
 
     name: str
     row: int
@@ -36,7 +36,6 @@ class Tile(NamedTuple):
 
 
 def sampled_tiles(shapes: Mapping[str, tuple[int, ...]]) -> list[Tile]:
-    """Tiles of matrices of these shapes: all, or evenly spread ones."""
     every = [
         Tile(name, row, column)
         for name, (rows, columns) in shapes.items()
@@ -56,10 +55,8 @@ class UpdateGain:
         grouping: Grouping,
         joined: Callable[[list[Sums]], list[Sums]],
     ) -> None:
-        """Take the tiles of the policy as it is.
-
-        `read`: tiles, FP32, of the policy at the time of the call. `form`: what a weight is shipped in. `joined`: the
-        sums of all processes, from those of this one."""
+        """`read`: tiles, FP32, of the policy at the time of the call. `form`: what a weight is shipped in. `joined`:
+        the sums of all processes, from those of this one."""
         self._read, self._grouping, self._joined = read, grouping, joined
         # Those of one format behind one another.
         self._tiles = sorted(tiles, key=lambda tile: form(tile.name))
@@ -68,7 +65,7 @@ class UpdateGain:
 
     @torch.no_grad()
     def measured(self) -> float | None:
-        """The gain of the policy as it is; None while nothing has changed. All ranks ask together."""
+        """None while nothing has changed. All ranks ask together."""
         own = list[Sums]()
         for first in range(0, len(self._tiles), _CHUNK):
             part = slice(first, first + _CHUNK)
@@ -87,7 +84,6 @@ class UpdateGain:
         return torch.stack(whole) if whole else torch.empty(0, TILE, TILE)
 
     def _shipped(self, tiles: Tensor, forms: Sequence[LinearFormat]) -> Tensor:
-        """In FP64."""
         found = tiles.double()
         for form in dict.fromkeys(forms):
             part = slice(forms.index(form), forms.index(form) + forms.count(form))

@@ -12,12 +12,11 @@ from fp8core.numerics.e4m3 import (
     quantise_tiles,
     row_and_column_codes,
     row_codes,
-    scale_from_amax,
     tile_codes,
 )
 from fp8core.numerics.fingerprint import fingerprint, fingerprints
-from fp8core.numerics.fused import add_norm, add_norm_codes, add_norm_row_codes, swiglu, swiglu_codes
-from fp8core.numerics.recipe import FP32, FP32_ACTIVATIONS, POW2, RECIPES, Grouping, Recipe
+from fp8core.numerics.fused import add_norm_row_codes, swiglu, swiglu_codes
+from fp8core.numerics.recipe import FP32_ACTIVATIONS, POW2, RECIPES, Recipe
 
 pytestmark = pytest.mark.parametrize("device", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
 
@@ -58,13 +57,6 @@ def test_hard_matrices_have_the_bytes_of_the_reference(
             assert_same(encoded(quantise(wide.to(device), grouping)), expected, case.name)
 
 
-@pytest.mark.parametrize("grouping", [POW2.activations, FP32.activations], ids=["pow2", "fp32"])
-def test_scales_of_every_bfloat16_amax(device, grouping: Grouping) -> None:
-    # One amax in a row: all of them from one launch.
-    amax = (torch.arange(0, 0x7F80, dtype=torch.int32) << 16).view(torch.float32)[:, None]
-    assert torch.equal(row_codes(amax.bfloat16().to(device), grouping)[1].cpu(), scale_from_amax(amax, grouping.rule))
-
-
 def test_scales_lie_as_block_scaled_gemms_read_them(device) -> None:
     x = torch.randn(256, 512, device=device).bfloat16()
     (_, rows), (codes, columns) = row_and_column_codes(x, *BOTH)
@@ -87,17 +79,6 @@ def test_a_row_is_the_same_alone_and_among_others(device) -> None:
     for part in (slice(0, 1), slice(17, 18), slice(299, 300)):
         _total, alone = add_norm_row_codes(x[part], added[part], weight, EPS, FP32_ACTIVATIONS.activations)
         assert_same(alone, (codes[part], scales[part]))
-
-
-def test_a_full_batch_of_the_norm(device) -> None:
-    """Offsets beyond 2^31 bytes; the reference is the GPU's own unfused composition."""
-    x = torch.randn(65_536, 4096, device=device).bfloat16()
-    added, weight = x.flip(0).contiguous(), torch.linspace(0.5, 1.5, 4096, device=device).bfloat16().float()
-    total, by_row, by_column, _inverse = add_norm_codes(x, added, weight, EPS, *BOTH)
-    plain, normed, _inverse = add_norm(x, added, weight, EPS)
-    assert torch.equal(total, plain)
-    for found, expected in zip((by_row, by_column), row_and_column_codes(normed, *BOTH), strict=True):
-        assert_same(found, expected)
 
 
 def test_a_full_batch_of_swiglu(device) -> None:
@@ -134,14 +115,11 @@ def test_dtypes_strides_and_offsets(device, dtype: torch.dtype) -> None:
         flat = x.view(-1)
         return [x, x.t(), x[:, ::2], x[3:9, 5:], flat[1:], flat[3:], flat[::3], x[0, 0], x[:0]]
 
-    expected = [fingerprint(view) for view in views(whole)]
-    assert fingerprints(views(whole.to(device))) == expected
-    # The reference has the same on a GPU.
-    assert [fingerprint(view, chunk=999) for view in views(whole.to(device))] == expected
+    assert fingerprints(views(whole.to(device))) == [fingerprint(view) for view in views(whole)]
 
 
 def test_more_than_four_gigabytes(device) -> None:
-    # Offsets of bytes and words beyond 2^32; the reference works in chunks on the same device.
+    # Offsets of bytes and words beyond 2^32.
     tensor = torch.zeros((1 << 32) + 4096, dtype=torch.uint8, device=device)
     tensor[-1], tensor[1 << 31], tensor[12345] = 1, 2, 3
-    assert fingerprints([tensor]) == [fingerprint(tensor)]
+    assert fingerprint(tensor) == fingerprint(tensor.cpu())

@@ -67,7 +67,7 @@ def machine_refusals(config: RunConfig, node: Node) -> Iterator[str]:
 
 
 def environment(config: RunConfig) -> Environment:
-    """What Transformer Engine reads when it is imported."""
+    """Transformer Engine reads these variables when it is imported."""
     required = {
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1" if config.precision.scale_rule == "fp32" else "0",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0" if config.training.deterministic else "1",
@@ -215,8 +215,6 @@ def _requirements() -> str:
     return f"megatron-core {node.packages['megatron-core']}, block FP8 and BF16 on Hopper"
 
 
-_ALONE = {"tensor_parallel": 1, "expert_parallel": 1, "sequence_parallel": False}
-
 TRAINER = TrainerEntry(
     name="megatron",
     packages=_PACKAGES,
@@ -234,7 +232,6 @@ TRAINER = TrainerEntry(
     grid=lambda config: Parallel(
         config.cluster.ranks, config.training.megatron.tensor_parallel, config.training.megatron.expert_parallel
     ),
-    alone=lambda training: training.model_copy(update={"megatron": training.megatron.model_copy(update=_ALONE)}),
     needs_gpu=lambda _: True,
     memory=lambda _: MEMORY,
 )

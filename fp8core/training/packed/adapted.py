@@ -5,9 +5,7 @@
 | frozen weights    | its rows, BF16              | never                                                 |
 | adapters, moments | all                         | never: every rank updates them alike                  |
 | weights of a pass | all: codes and scales, BF16 | as of `masters.Masters`, of merged rows               |
-| gradients         | all, of adapters            | once an update: each rank adds those of all, in order |
-
-FP32 of a whole model is nowhere."""
+| gradients         | all, of adapters            | once an update: each rank adds those of all, in order |"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -30,7 +28,7 @@ def _narrow(rows: Tensor, device: torch.device) -> Tensor:
 
 
 class _Made(Mapping[str, Tensor]):
-    """Tensors that are made as they are asked for, and not kept."""
+    """Tensors that are made as they are asked for, and not kept: FP32 of a whole model is nowhere."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
         self._names, self._make = list(names), make
@@ -95,7 +93,7 @@ class AdaptedMasters(SharedRows):
         return any(is_target(part, self._lora) for part, _ in self._stacks[name].parts)
 
     def kept(self, name: str, gradient: Tensor) -> None:
-        """The gradient of whole rows goes on to the adapters, and nothing is kept of it."""
+        """Goes on to the adapters; nothing is kept."""
         stack = self._stacks[name]
         for (part, _), rows in zip(stack.parts, gradient.split([rows for _, rows in stack.parts]), strict=True):
             if (pair := self._adapters.of(part)) is None:
@@ -139,11 +137,10 @@ class AdaptedMasters(SharedRows):
         return self._adapters.merged(name, self._frozen[name], self._own_slice(name))
 
     def _rounded(self, own: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """The input of `digest_of`, of whole tensors in BF16; one is made at a time."""
+        """The input of `digest_of`, in BF16; one is made at a time."""
         sums = [slice_sums([self.slice_of(name, own[name].bfloat16())])[0] for name in own]
         digits = combined(self._ranks.joined([sums]))
         return {name: ("bfloat16", self.shapes[name], found) for name, found in zip(own, digits, strict=True)}
 
 
 PackedMasters = Masters | AdaptedMasters
-"""The policy of a packed trainer on one rank."""

@@ -6,12 +6,9 @@ A layer multiplies four times; each operand is made where its values are:
     operand    values as they are
     activated  silu(g) * u of inner = [g, u]
 
-In block FP8 every operand is quantised where it is made: norm and SwiGLU write codes. For a pass with gradients
-(`kept_...`), row codes (for fprop) and column codes (for wgrad) come from one read. Column codes are all that is kept
-of an operand, one byte an element. Gradients between blocks are BF16, those of weights FP32.
-
-Activations are BF16 [tokens, features].
-"""
+For a pass with gradients (`kept_...`), row codes (for fprop) and column codes (for wgrad) come from one read. Column
+codes are all that is kept of an operand. Activations and gradients between blocks are BF16 [tokens, features].
+Gradients of weights are FP32."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,48 +18,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_and_column_codes, row_codes, tile_codes
-from fp8core.numerics.fused import (
-    add_norm,
-    add_norm_backward,
-    add_norm_codes,
-    add_norm_row_codes,
-    swiglu,
-    swiglu_backward,
-    swiglu_backward_codes,
-    swiglu_codes,
-    swiglu_row_codes,
-)
-from fp8core.numerics.gemm import (
-    bf16_gemm,
-    forward_gemm,
-    fp32_product,
-    input_gradient_gemm,
-    transpose,
-    weight_gradient_gemm,
-)
+from fp8core.numerics import e4m3, fused, gemm
+from fp8core.numerics.e4m3 import Codes, FiniteFlag
 from fp8core.numerics.recipe import Recipe
 
 
 class Norm(NamedTuple):
-    """Weight FP32 [hidden] of BF16 values, and epsilon, of an RMSNorm."""
+    """Weight FP32 [hidden] of BF16 values, and epsilon."""
 
     weight: Tensor
     eps: float
 
 
 Operand = Tensor | Codes
-"""What a product reads: BF16 values, or codes with their scales."""
+"""BF16 values, or codes with their scales."""
 
 
 class Normed(NamedTuple):
-    """A norm for a pass with gradients.
-
-    Attributes:
-        total: BF16 [tokens, hidden], the residual stream.
-        inverse: FP32 [tokens], 1 / rms.
-        kept: for the gradient of the weight.
-    """
+    """`total`: BF16 [tokens, hidden], the residual stream. `inverse`: FP32 [tokens], 1 / rms. `kept`: for the gradient
+    of the weight."""
 
     total: Tensor
     inverse: Tensor
@@ -71,7 +45,7 @@ class Normed(NamedTuple):
 
 
 class Filling(NamedTuple):
-    """The zeros of a stack whose parts (of so many rows) are filled up to `rooms`, and columns to `width`."""
+    """Zeros that fill the parts of a stack (of so many rows) up to `rooms`, and columns up to `width`."""
 
     parts: tuple[int, ...]
     rooms: tuple[int, ...]
@@ -79,7 +53,7 @@ class Filling(NamedTuple):
     width: int
 
     def fill(self, x: Tensor, unit: int = 1) -> Tensor:
-        """A stack with zeros; an element stands for `unit` rows and columns. Without columns it is a vector."""
+        """An element stands for `unit` rows and columns. Without columns the stack is a vector."""
         parts, rooms = ([-(-rows // unit) for rows in each] for each in (self.parts, self.rooms))
         right = () if x.dim() == 1 else (0, -(-self.width // unit) - x.shape[1])
         # torch fills bytes, and not codes.
@@ -88,14 +62,13 @@ class Filling(NamedTuple):
         return torch.cat(filled).view(x.dtype)
 
     def cut(self, x: Tensor) -> Tensor:
-        """The stack without its zeros."""
         pieces = zip(x.split(self.rooms), self.parts, strict=True)
         return torch.cat([room[:rows] if x.dim() == 1 else room[:rows, : self.columns] for room, rows in pieces])
 
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A weight as its block multiplies with it; `transposed`: of codes. `filling`: of codes with zeros between them."""
+    """`transposed`: of codes. `filling`: of codes with zeros between them."""
 
     values: Operand
     transposed: Codes | None
@@ -114,54 +87,53 @@ class Fp8Blocks:
         self._of_gradients = recipe.gradients, recipe.tokens, flag
 
     def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
-        """Operands of these blocks, from rows of an FP32 master: so many of each part, which begins with a tile."""
+        """From rows of an FP32 master: so many of each part, which begins with a tile."""
         narrow, quantiser = rows.bfloat16(), (self._tiles, self._flag)
         if all(part % self._tiles.rows == 0 for part in parts[:-1]):
-            return tile_codes(narrow, *quantiser)
-        codes, scales = zip(*(tile_codes(part, *quantiser) for part in narrow.split(parts)), strict=True)
+            return e4m3.tile_codes(narrow, *quantiser)
+        codes, scales = zip(*(e4m3.tile_codes(part, *quantiser) for part in narrow.split(parts)), strict=True)
         return torch.cat([each.view(torch.uint8) for each in codes]).view(codes[0].dtype), torch.cat(scales)
 
     def ready(self, made: Sequence[Tensor], filling: Filling | None) -> BlockWeight:
         codes, scales = made
         if filling is not None:
             codes, scales = filling.fill(codes), filling.fill(scales, self._tiles.rows)
-        return BlockWeight((codes, scales), transpose((codes, scales)), filling)
+        return BlockWeight((codes, scales), gemm.transpose((codes, scales)), filling)
 
     def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
-        return add_norm_row_codes(x, added, *norm, *self._rows)
+        return fused.add_norm_row_codes(x, added, *norm, *self._rows)
 
     def operand(self, x: Tensor) -> Operand:
-        return row_codes(x, *self._rows)
+        return e4m3.row_codes(x, *self._rows)
 
     def activated(self, inner: Tensor) -> Operand:
-        """SwiGLU of gate and up, [tokens, 2 * width]."""
-        return swiglu_row_codes(inner, *self._rows)
+        return fused.swiglu_row_codes(inner, *self._rows)
 
     def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed:
-        total, rows, columns, inverse = add_norm_codes(x, added, norm.weight, norm.eps, *self._rows_and_columns)
+        total, rows, columns, inverse = fused.add_norm_codes(x, added, norm.weight, norm.eps, *self._rows_and_columns)
         return Normed(total, inverse, rows, columns)
 
     def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
         """The operand of a product, and what is kept of it."""
-        return row_and_column_codes(x, *self._rows_and_columns)
+        return e4m3.row_and_column_codes(x, *self._rows_and_columns)
 
     def kept_activated(self, inner: Tensor) -> tuple[Operand, Operand]:
-        return swiglu_codes(inner, *self._rows_and_columns)
+        return fused.swiglu_codes(inner, *self._rows_and_columns)
 
     def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
-        return forward_gemm(_codes(operand), _codes(weight.values))
+        return gemm.forward_gemm(_codes(operand), _codes(weight.values))
 
     def gradients(
         self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Of a product's input, BF16, and of its weight, FP32, which is added to `total` in place if there is one."""
-        return self._products(row_and_column_codes(grad, *self._of_gradients), kept, weight, total)
+        """Of a product's input, BF16, and of its weight, FP32, which is added to `total` in place."""
+        return self._products(e4m3.row_and_column_codes(grad, *self._of_gradients), kept, weight, total)
 
     def inner_gradients(
         self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """As `gradients`, of the product that gave `inner`; `grad` is that of its SwiGLU."""
-        return self._products(swiglu_backward_codes(grad, inner, *self._of_gradients), kept, gate_up, total)
+        return self._products(fused.swiglu_backward_codes(grad, inner, *self._of_gradients), kept, gate_up, total)
 
     @staticmethod
     def _products(
@@ -169,10 +141,10 @@ class Fp8Blocks:
     ) -> tuple[Tensor, Tensor]:
         rows, columns = grad
         assert weight.transposed is not None, "a BF16 weight in a block of codes"
-        of_input = input_gradient_gemm(rows, weight.transposed)
+        of_input = gemm.input_gradient_gemm(rows, weight.transposed)
         if weight.filling is None:
-            return of_input, weight_gradient_gemm(columns, _codes(kept), total)
-        product = weight.filling.cut(weight_gradient_gemm(columns, _codes(kept)))
+            return of_input, gemm.weight_gradient_gemm(columns, _codes(kept), total)
+        product = weight.filling.cut(gemm.weight_gradient_gemm(columns, _codes(kept)))
         return of_input, product if total is None else total.add_(product)
 
 
@@ -188,24 +160,24 @@ class Bf16Blocks:
         return BlockWeight(values, None)
 
     def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
-        total, values, _inverse = add_norm(x, added, *norm)
+        total, values, _inverse = fused.add_norm(x, added, *norm)
         return total, values
 
     def operand(self, x: Tensor) -> Operand:
         return x
 
     def activated(self, inner: Tensor) -> Operand:
-        return swiglu(inner)
+        return fused.swiglu(inner)
 
     def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed:
-        total, values, inverse = add_norm(x, added, *norm)
+        total, values, inverse = fused.add_norm(x, added, *norm)
         return Normed(total, inverse, values, values)
 
     def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
         return x, x
 
     def kept_activated(self, inner: Tensor) -> tuple[Operand, Operand]:
-        values = swiglu(inner)
+        values = fused.swiglu(inner)
         return values, values
 
     def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
@@ -214,26 +186,26 @@ class Bf16Blocks:
     def gradients(
         self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return grad @ _values(weight.values), fp32_product(grad.t(), _values(kept), total)
+        return grad @ _values(weight.values), gemm.fp32_product(grad.t(), _values(kept), total)
 
     def inner_gradients(
         self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return self.gradients(swiglu_backward(grad.contiguous(), inner), kept, gate_up, total)
+        return self.gradients(fused.swiglu_backward(grad.contiguous(), inner), kept, gate_up, total)
 
 
 class InvariantBf16Blocks(Bf16Blocks):
-    """BF16 layers beside block FP8: the engine's products, whose rows do not depend on one another."""
+    """Beside block FP8: the engine's products, whose rows do not depend on one another."""
 
     def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
-        return bf16_gemm(_values(operand), _values(weight.values))
+        return gemm.bf16_gemm(_values(operand), _values(weight.values))
 
 
 Blocks = Fp8Blocks | Bf16Blocks
 
 
 def norm_only(x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
-    """norm(x + added), BF16: the end of the decoder."""
+    """norm(x + added), BF16."""
     normed: Tensor = _AddNorm.apply(x, added, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
     return normed
 
@@ -241,13 +213,13 @@ def norm_only(x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor | None, norm: Tensor, eps: float) -> Tensor:
-        total, normed, inverse = add_norm(x, added, norm, eps)
+        total, normed, inverse = fused.add_norm(x, added, norm, eps)
         ctx.save_for_backward(total, norm, inverse)
         return normed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_norm = add_norm_backward(grad.contiguous(), None, *ctx.saved_tensors)
+        grad_x, grad_norm = fused.add_norm_backward(grad.contiguous(), None, *ctx.saved_tensors)
         # The gradient of what was added to the residual stream is the stream's own.
         return grad_x, grad_x if ctx.needs_input_grad[1] else None, grad_norm, None
 

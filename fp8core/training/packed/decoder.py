@@ -1,7 +1,7 @@
 """The dense decoder as modules over packed sequences.
 
-Parameters are what a GEMM reads: q, k and v stacked, gate and up stacked. They only collect gradients; their values are
-in `masters.Masters`, and passes multiply with what was made of all rows (`cache_weights`)."""
+Parameters are q, k and v stacked, gate and up stacked. They only collect gradients; their values are in
+`masters.Masters`, and passes multiply with what was made of all rows (`cache_weights`)."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,9 +37,8 @@ _VECTORS = ("input_norm", "qkv_bias", "post_norm", *_HEAD_NORMS)
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The values that all layers of one pass share; `cos`, `sin`: FP32 [positions, head_dim / 2] of BF16 values.
-
-    `observe`: called per layer with q, k and v as they are cached, not again where a layer is computed again."""
+    """`cos`, `sin`: FP32 [positions, head_dim / 2] of BF16 values. `observe`: called per layer with q, k and v as they
+    are cached, not again where a layer is computed again."""
 
     pack: DevicePack
     attention: PackedAttention
@@ -74,12 +73,11 @@ class PackedLayer(nn.Module):
         self._values: dict[str, Tensor] = {}
 
     def made(self, own: Mapping[str, Tensor], parts: Mapping[str, Sequence[int]]) -> dict[str, tuple[Tensor, ...]]:
-        """The operands and vectors of this layer, from own rows of its masters, so many of each part, by name."""
+        """Operands and vectors from own rows of the masters, so many of each part, by name."""
         linears = {name: self._blocks.made(own[name], parts[name]) for name in _LINEARS}
         return linears | {name: (_rounded(own[name]),) for name in _VECTORS if name in own}
 
     def cache(self, made: Mapping[str, Sequence[Tensor]]) -> None:
-        """Compute with what was made of all rows, until `drop_weights`."""
         self._weights = {name: self._blocks.ready(made[name], self._fillings.get(name)) for name in _LINEARS}
         self._values = {name: made[name][0] for name in _VECTORS if name in made}
         if (filling := self._fillings.get("qkv_bias")) is not None:
@@ -91,9 +89,8 @@ class PackedLayer(nn.Module):
     def forward(
         self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "Kept | None" = None
     ) -> tuple[Tensor, Tensor]:
-        """The stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden].
-
-        `kept` keeps only the minimum."""
+        """The stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden]. `kept` keeps
+        only the minimum."""
         blocks, weights = self._blocks, self._weights
         assert weights, "the weights were not made ready"
         total, operand = blocks.normed(x, added, self._norm("input_norm"))
@@ -147,10 +144,8 @@ class PackedLayer(nn.Module):
         return grad, vectors
 
     def _collect(self, name: str, gradients: Callable[..., tuple[Tensor, Tensor]], *given: Any) -> Tensor:
-        """The gradient of a product's input. Its weight's is added to what packs before this one left.
-
-        Autograd would read both and write a third time: at 8B, 100 GB of memory traffic a pack.
-        """
+        """The gradient of a product's input. Its weight's is added to what packs before this one left: autograd would
+        read both and write a third time."""
         collector: nn.Parameter = getattr(self, name)
         grad, of_weight = gradients(*given, self._weights[name], collector.grad)
         collector.grad = self._keep(f"layers.{self.index}.{name}", of_weight)
@@ -171,8 +166,7 @@ class PackedLayer(nn.Module):
         return Norm(self._values[name], self._eps)
 
     def _biased(self, qkv: Tensor) -> Tensor:
-        """bf16(qkv + bias), the rounding of `models.decoder.Decoder.fused_qkv`."""
-        # Both are BF16 values: torch adds them in FP32 and rounds once.
+        """The rounding of `models.decoder.Decoder.fused_qkv`: torch adds BF16 values in FP32 and rounds once."""
         return qkv + self._values["qkv_bias"].bfloat16() if "qkv_bias" in self._values else qkv
 
     def _rotated(self, qkv: Tensor, shared: LayerContext) -> Tensor:
@@ -200,7 +194,7 @@ def _fillings(stacks: Mapping[str, Stack], filled: Mapping[str, Stack]) -> dict[
 
 
 class FirstHalf(NamedTuple):
-    """A layer up to its attention: qkv before norms and rotation, and after."""
+    """Up to attention: qkv before norms and rotation, and after."""
 
     total: Tensor
     inverse: Tensor
@@ -210,7 +204,7 @@ class FirstHalf(NamedTuple):
 
 
 class SecondHalf(NamedTuple):
-    """A layer after its attention: gate and up, and what is kept of the operands of both products."""
+    """After attention: gate and up, and what is kept of the operands of both products."""
 
     inverse: Tensor
     kept: Operand
@@ -223,9 +217,7 @@ class Kept:
     """One layer's values from a pass until its backward.
 
     Always kept are the stream before its attention (`total`) and the attention's result, which is small and costs much.
-    The others are None where the backward computes them again. It never repeats a product whose result joins the
-    stream.
-    """
+    The others are None where the backward computes them again."""
 
     total: Tensor = field(init=False)
     attended: Attended = field(init=False)
@@ -235,7 +227,7 @@ class Kept:
 
 
 class _Layer(torch.autograd.Function):
-    """A layer with gradients. Autograd itself saves the result that the backward needs: else it were never freed."""
+    """Autograd itself saves the result that the backward needs: else it were never freed."""
 
     @staticmethod
     def forward(
@@ -268,7 +260,7 @@ class PackedDecoder(nn.Module):
     def __init__(
         self, arch: Architecture, blocks: Sequence[Blocks], device: torch.device, recompute: bool, keep: Keep
     ) -> None:
-        """`recompute`: of a layer, its backward computes again what `Kept` need not have."""
+        """`recompute`: the backward computes again what `Kept` need not have."""
         super().__init__()
         assert not arch.sparse_layers, "experts are not packed"
         self.arch, self._run = arch, PackedLayer.forward if recompute else PackedLayer.kept_forward
@@ -287,7 +279,7 @@ class PackedDecoder(nn.Module):
         return self.embedding if self.head is None else self.head, self._values["head"]
 
     def cache_weights(self, masters: PackedMasters) -> None:
-        """Make all weights ready from the masters of all ranks, until `drop_weights`, if they are not."""
+        """From the masters of all ranks, until `drop_weights`."""
         if self._values:
             return
         for index, layer in enumerate(self.packed_layers()):
@@ -305,7 +297,7 @@ class PackedDecoder(nn.Module):
             self._values["head"] = self._values["embedding"].bfloat16()
 
     def cache_shipped(self, shipped: Mapping[str, Tensor], device: torch.device) -> None:
-        """Make the weights of a policy ready that was exported in these blocks' formats, until `drop_weights`."""
+        """From a policy that was exported in these blocks' formats, until `drop_weights`."""
 
         def joined(stack: Stack, suffix: str) -> Tensor:
             parts = [shipped[name + suffix].to(device) for name, _ in stack.parts]
@@ -340,9 +332,7 @@ class PackedDecoder(nn.Module):
         scales: Scales,
         observe: Observer | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens].
-
-        `observe`: called per layer with q, k, v [tokens, heads, head_dim] as they are cached."""
+        """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens]."""
         shared = LayerContext(pack, attention, self._cos, self._sin, scales, observe)
         x: Tensor = _Lookup.apply(self.embedding, self._values["embedding"], tokens)  # type: ignore[no-untyped-call]
         added: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The trainer for packed sequences as a registered trainer: what it can compute, and its memory. Nothing is loaded."""
+"""The packed trainer as a registered trainer: what it can compute, and its memory. Nothing is loaded."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ def required_environment(training: TrainingConfig) -> dict[str, str]:
 
 
 def contract_refusals(contract: PrecisionContract, device: str, platform: str) -> Iterator[str]:
-    """A message for all that no kernel of this trainer computes on a `device`: the setting, and what to do."""
+    """A message for all that no kernel of this trainer computes on a `device`."""
     training = contract.training
     if device == "cuda" and platform == "cpu":
         yield "training.device=cuda: torch sees no GPU"
@@ -135,7 +135,7 @@ _TRAVELLING = 4
 
 
 def _activations(config: RunConfig, arch: Architecture) -> int:
-    """The bytes that blocks, rotary positions and attention keep of a pass for its backward (`packed.blocks`)."""
+    """Blocks, rotary positions and attention keep this of a pass for its backward."""
     hidden, query = arch.hidden_size, arch.num_heads * arch.head_dim
     every, width = query + 2 * arch.num_kv_heads * arch.head_dim, arch.intermediate_size
     # Inputs of the four linears: column codes, or the BF16 tensors.
@@ -155,7 +155,6 @@ MEMORY = TrainerMemory(
     at_rest=_AT_REST,
     advice="lower training.tokens_per_pass",
 )
-"""On each GPU: a share of masters and moments, and all weights as they are multiplied."""
 
 
 def _on_gpu(training: TrainingConfig) -> bool:

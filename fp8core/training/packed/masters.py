@@ -1,18 +1,13 @@
 """The parameters of the packed decoder, cut into whole tiles of rows over the ranks, and what ranks exchange of them.
 
-`Masters` are FP32 and all learn. `adapted.AdaptedMasters` are made of frozen weights and adapters.
-
 | what              | on one rank                 | travels                                                            |
 | ----------------- | --------------------------- | ------------------------------------------------------------------ |
 | masters, moments  | its rows, FP32              | never                                                              |
 | weights of a pass | all: codes and scales, BF16 | once an update: each rank makes those of its rows, for all         |
 | gradients         | all, FP32                   | once an update: each rank gets its rows from all, and adds by rank |
 
-`PassMasters` let gradients of linears travel with every pass, so that of these a rank has those of its rows alone.
-
-Tiles of 128 rows are never cut, so codes and scales are those of one GPU. A rank's gradients are added in the order of
-the ranks, whatever lies between them.
-"""
+`PassMasters` let gradients of linears travel with every pass, so that a rank has those of its rows alone. Tiles of 128
+rows are never cut, so codes and scales are those of one GPU."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,14 +26,12 @@ from fp8core.training.trainer import shares
 from fp8core.training.update_gain import Tile
 
 Unit = dict[str, "Stack"]
-"""Parameters that travel together, by their names in the decoder."""
 
 
 class Stack(NamedTuple):
     """A parameter as GEMMs read it: tensors of the checkpoint, one above the other.
 
-    `parts`: Hugging Face name and rows of each. `width`: the other dimensions.
-    """
+    `parts`: Hugging Face name and rows of each. `width`: the other dimensions."""
 
     parts: tuple[tuple[str, int], ...]
     width: tuple[int, ...]
@@ -49,7 +42,7 @@ class Stack(NamedTuple):
 
 
 def units_of(arch: Architecture) -> list[Unit]:
-    """All parameters of a dense decoder: the embedding, a unit a layer, the norm, the head."""
+    """Parameters that travel together, by their names in the decoder."""
     hidden = (arch.hidden_size,)
     layers = [
         {f"layers.{index}.{name}": stack for name, stack in layer_stacks(arch, index).items()}
@@ -84,17 +77,14 @@ def layer_stacks(arch: Architecture, index: int) -> dict[str, Stack]:
 
 
 def own_rows(rows: int, rank: int, count: int) -> range:
-    """The rows of a tensor that one of `count` ranks has: whole tiles, as many as others have, or one more."""
+    """The rows of a tensor that one of `count` ranks has: whole tiles."""
     tiles = math.ceil(rows / TILE)
     first, last = (min(rows, TILE * (tiles * each // count)) for each in (rank, rank + 1))
     return range(first, last)
 
 
 class SharedRows:
-    """The rows of all parameters that one rank has, and the exchange of rows with other ranks.
-
-    `shapes`: whole ones, by Hugging Face name.
-    """
+    """The rows of all parameters that one rank has. `shapes`: whole ones, by Hugging Face name."""
 
     def __init__(self, arch: Architecture, ranks: Ranks) -> None:
         self.units, self._ranks = units_of(arch), ranks
@@ -105,16 +95,15 @@ class SharedRows:
         """This rank is done or failed; `passes` is the largest number of any rank."""
 
     def parts(self, name: str) -> list[int]:
-        """The number of own rows of each part of a parameter, by its name in the decoder."""
+        """Own rows of each part of a parameter, by its name in the decoder."""
         return self._rows(self._stacks[name], self._ranks.rank)
 
     def rows_of(self, name: str) -> range:
-        """The own rows of a tensor, by its Hugging Face name."""
+        """By Hugging Face name."""
         return own_rows(self.shapes[name][0], self._ranks.rank, self._ranks.count)
 
     def gathered(self, made: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
-        """Whole tensors from what each rank made of its rows of some parameters: a tensor, or codes and scales of
-        tiles."""
+        """Whole tensors from what each rank made of its rows: a tensor, or codes and scales of tiles."""
         items = [
             (tensor, [rows for _, rows in self._stacks[name].parts], step)
             for name, tensors in made.items()
@@ -139,7 +128,7 @@ class SharedRows:
         return found
 
     def _gathered(self, made: Sequence[tuple[Tensor, list[int], int]]) -> list[Tensor]:
-        """Whole tensors from own rows of each, with the rows of its parts, and how many of them a row stands for."""
+        """From own rows of each, the rows of its parts, and how many of them a row stands for."""
         if self._ranks.count == 1:
             return [tensor for tensor, _, _ in made]
         pieces = [self._pieces(*each) for each in made]
@@ -154,8 +143,7 @@ class SharedRows:
         return found
 
     def summing(self, gradients: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Begin to exchange whole gradients; the result gives the own rows of all ranks', added in their order;
-        FP32."""
+        """Begin to exchange whole gradients; the result gives the own rows, added in the order of the ranks; FP32."""
         count = self._ranks.count
         if count == 1:
             return lambda: dict(gradients)
@@ -194,10 +182,7 @@ class SharedRows:
 
 
 class Masters(SharedRows):
-    """FP32 masters that all learn: the rows of one rank.
-
-    `base`: digest of what is frozen. `learnt_shapes`: whole ones, of what learns.
-    """
+    """FP32 masters that all learn. `base`: digest of what is frozen. `learnt_shapes`: whole ones, of what learns."""
 
     base: str | None = None
 
@@ -225,11 +210,11 @@ class Masters(SharedRows):
         return found
 
     def own(self, name: str) -> Tensor:
-        """FP32 [own rows, ...] of a parameter, by its name in the decoder."""
+        """FP32 [own rows, ...], by its name in the decoder."""
         return self._own[name]
 
     def named(self) -> dict[str, Tensor]:
-        """The own rows, FP32 by Hugging Face name."""
+        """FP32 [own rows, ...] by Hugging Face name."""
         return self.learnt()
 
     def learnt_rows(self, name: str) -> range:
@@ -240,7 +225,7 @@ class Masters(SharedRows):
         return [tile.cut(own[tile.name], self.rows_of(tile.name).start) for tile in tiles]
 
     def looked_up(self, name: str) -> Tensor:
-        """Own rows to find single ones in, in any type of BF16 values or wider."""
+        """Own rows to find single ones in, in BF16 values or wider."""
         return self._own[name] if self._ranks.count == 1 else self._own[name].bfloat16()
 
     def digest(self) -> str:
@@ -252,11 +237,10 @@ class Masters(SharedRows):
         return {}
 
     def collects(self, name: str) -> bool:
-        """True if anything learns from the gradient of a parameter of the decoder."""
         return True
 
     def kept(self, name: str, gradient: Tensor) -> Tensor | None:
-        """The part that the collector of a linear keeps of a gradient, after each pack."""
+        """The part of a gradient that the collector of a linear keeps, after each pack."""
         return gradient
 
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -271,15 +255,14 @@ class Masters(SharedRows):
         """Collectors have them all."""
 
     def whole_norm(self, own: float) -> float:
-        """The norm of all gradients, from that of the own ones."""
         return math.hypot(*self._ranks.joined([own]))
 
 
 class PassMasters(Masters):
     """Masters whose gradients of linears travel in each pass (`training.reduce_gradients=per_pass`, ZeRO stage 2).
 
-    All ranks exchange in the order of a backward. A rank that has fewer passes than others, or fails in one, exchanges
-    zeros. A gradient travels while the backward goes on to the next, and is added then."""
+    All ranks exchange in the order of a backward. A rank that has fewer passes, or fails in one, exchanges zeros. A
+    gradient travels while the backward goes on to the next."""
 
     def __init__(self, arch: Architecture, weights: Mapping[str, Tensor], device: torch.device, ranks: Ranks) -> None:
         super().__init__(arch, weights, device, ranks)
@@ -331,10 +314,8 @@ def _taken(collector: Tensor) -> Tensor:
 
 
 def balanced(costs: Sequence[int], ranks: int) -> list[int]:
-    """The indices of parts in an order in which the contiguous shares of all ranks cost about the same.
-
-    The most expensive part goes to the rank with the least to do that has room (longest processing time first).
-    """
+    """Indices of parts in an order in which the contiguous shares of all ranks cost about the same (longest processing
+    time first)."""
     room = [part.stop - part.start for part in shares(len(costs), ranks)]
     given: list[list[int]] = [[] for _ in room]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):

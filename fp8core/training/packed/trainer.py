@@ -1,7 +1,6 @@
 """The trainer on a GPU: packed sequences, block-FP8 GEMMs on codes, fused FP32 masters.
 
-It computes what `exact.ExactTrainer` defines, with the kernels that stand beside each reference: on a CPU log-probs are
-equal bit for bit (rounding points `kernels`). Ranks share masters, moments and packs out."""
+It computes what `exact.ExactTrainer` defines: on a CPU log-probs are equal bit for bit (rounding points `kernels`)."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,9 +57,7 @@ from fp8core.training.update_gain import UpdateGain, sampled_tiles
 
 @dataclass(frozen=True)
 class PackedFormats:
-    """The meaning of a contract's two sides to this trainer.
-
-    `longest`: tokens of the engine's longest request."""
+    """`longest`: tokens of the engine's longest request."""
 
     training: Formats
     rollout: Formats
@@ -147,7 +144,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         return self._masters.digest()
 
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
-        """As every trainer; raises GroupNotFinite when a linear met NaN or infinity, which kernels only note."""
+        """Raises GroupNotFinite: a linear met NaN or infinity, which kernels only note."""
         scored = super().logprobs(batch, temperature, scales)
         self._refuse_not_finite()
         return scored
@@ -201,8 +198,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             return FlatScores(logprobs.cpu(), entropy.cpu())
 
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
-        """As many rows as make no pack longer than the micro-batch or a rank's share, one at least; each rank's behind
-        one another."""
+        """As many rows as make no pack longer than the micro-batch or a rank's share, one at least; those of a rank lie
+        together."""
         lengths = [packed_length(length) for length in batch.valid.sum(-1).tolist()]
         share = math.ceil(sum(lengths) / self._ranks.count)
         groups = even_groups(lengths, min(self._config.tokens_per_pass, share), self._ranks.count)
@@ -292,7 +289,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             together(self._ranks, part)
 
     def _own_rows(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int, Tensor]]:
-        """Masters, or moments by `moment/name`, with the row at which each begins."""
+        """Masters, or moments by `moment/name`, with their first row."""
         for name, tensor in tensors.items():
             yield name, self._masters.learnt_rows(name.rpartition("/")[2]).start, tensor
 
@@ -318,14 +315,14 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
 
 def pass_cost(arch: Architecture, lengths: Sequence[int]) -> int:
-    """Multiplications of a forward pass over sequences of these lengths, in its linears and in its attention."""
+    """Multiplications of a forward pass over sequences of these lengths."""
     multiplied, attended = count_parameters(arch).linear, arch.num_heads * arch.head_dim * arch.num_layers
     return sum(length * (multiplied + attended * length) for length in lengths)
 
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """Deterministic kernels alone, inside; torch has one switch for the whole process."""
+    """torch has one switch for the whole process."""
     before, settings = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
     filled = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted or before)
@@ -361,7 +358,6 @@ class InPlaceAdamW:
         return self._moments
 
     def step(self, gradients: Mapping[str, Tensor], learning_rate: float, gradient_factor: float) -> None:
-        """One update; `gradient_factor` clips the norm."""
         self.updates += 1
         config = self._config
         step = AdamWStep.at(

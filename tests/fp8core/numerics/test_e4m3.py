@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8core.numerics.dispatch import has_kernels
 from fp8core.numerics.e4m3 import (
     FiniteFlag,
     GroupNotFinite,
@@ -16,10 +15,7 @@ from fp8core.numerics.e4m3 import (
     quantise_rows,
     quantise_tiles,
     round_to_e4m3,
-    row_and_column_codes,
-    row_codes,
     scale_from_amax,
-    tile_codes,
 )
 from fp8core.numerics.recipe import AMAX_FLOOR, FP32, GRADIENT_FLOOR, POW2, RECIPES, Grouping, Recipe
 
@@ -174,24 +170,6 @@ def test_layout_in_memory_changes_nothing(quantise) -> None:
 
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_on_a_cpu_codes_are_those_of_the_reference(dtype: torch.dtype, recipe: Recipe) -> None:
-    x = torch.randn(130, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert not has_kernels(x)
-    rows, columns = row_and_column_codes(x, recipe.activations, recipe.tokens)
-    for (codes, scales), quantise in (
-        (row_codes(x, recipe.activations), quantise_rows),
-        (rows, quantise_rows),
-        (columns, quantise_columns),
-        (tile_codes(x, recipe.weights), quantise_tiles),
-    ):
-        grid, expected = quantise(x.float(), getattr(recipe, OPERANDS[quantise]))
-        assert codes.dtype == torch.float8_e4m3fn
-        assert torch.equal(codes.view(torch.uint8), encode(grid).view(torch.uint8))
-        assert torch.equal(scales, expected)
 
 
 def test_a_kernel_is_checked_at_once_unless_the_caller_does() -> None:
