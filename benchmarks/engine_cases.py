@@ -14,21 +14,21 @@ import psutil
 import torch
 from torch import Tensor
 
+from flows.environment import kernel_folders
 from fp8core.config.capability import this_platform
 from fp8core.config.engines import VllmConfig
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
+from fp8core.kernels.compilation import missing_jobs, run_jobs
 from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import SCALE_SUFFIX, layer_of, rollout_formats, training_formats
-from fp8core.numerics.e4m3 import row_codes, tile_codes
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.gemm import forward_gemm
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
-from fp8core.numerics.packed import head_logits
 from fp8core.numerics.recipe import RecipeName
 from fp8core.processes.variables import set_variables
+from fp8core.resources.kernels import Product, layer_products, shared_out
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.aligned import POINTS
@@ -36,6 +36,7 @@ from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampli
 from fp8core.rollout.requirements import EngineBuild
 from fp8core.rollout.vllm.entry import find_build
 from fp8core.rollout.vllm.settings import WORKER, required_environment, suggested_environment
+from fp8core.run.compilation import product_job
 from fp8core.run.policy import check_report
 from fp8core.training.exact import ExactTrainer
 
@@ -117,25 +118,14 @@ def llama_8b() -> Architecture:
 
 
 def compile_products(arch: Architecture, agreed: PrecisionContract, most: int) -> None:
-    """Compute every product of steps of up to `most` tokens: on a new machine DeepGEMM compiles kernels for minutes."""
-    if agreed.rollout.linear != "fp8_block":
-        return
-
-    def zeros(rows: int, columns: int) -> Tensor:
-        return torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
-
-    query, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    hidden, width = arch.hidden_size, arch.intermediate_size
-    # One number of rows of each 16 has every kernel.
-    steps = range(1, most + 1, 16)
-    for outputs, inner in ((query + 2 * keys, hidden), (hidden, query), (2 * width, hidden), (hidden, width)):
-        weight = tile_codes(zeros(outputs, inner), agreed.recipe.weights)
-        for rows in steps:
-            forward_gemm(row_codes(zeros(rows, inner), agreed.recipe.activations), weight)
-    head = zeros(padded_vocabulary(arch.vocab_size), hidden)
-    for rows in steps:
-        head_logits(zeros(rows, hidden), head)
-    torch.cuda.empty_cache()
+    """DeepGEMM's kernels of steps of up to `most` tokens, on all processors: one after another they take minutes."""
+    if agreed.rollout.linear == "fp8_block":
+        rows, gpu, folders = range(1, most + 1), torch.cuda.get_device_properties(0), kernel_folders()
+        head = Product("bf16", padded_vocabulary(arch.vocab_size), arch.hidden_size, rows)
+        found = shared_out([*layer_products(arch, rows), head])
+        missing = missing_jobs([product_job(product, folders) for product in found], gpu.name)
+        if missing:
+            run_jobs(missing, gpu.name, lambda done, jobs: None)
 
 
 def start(

@@ -1,6 +1,7 @@
 """Train a pretrained checkpoint on three tasks in BF16 and in FP8, many trainings at once on each GPU, and judge them.
 
     python -m benchmarks.real_checkpoint build/real --roundings 3
+    fp8-grpo compile real-h200
     nvidia-cuda-mps-control -d                                         trainings compute at the same time, not in turn
     python -m benchmarks.real_parity --out FOLDER --seconds 560        until it says that all are done
 

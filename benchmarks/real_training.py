@@ -3,7 +3,8 @@
     python -m benchmarks.real_training CONFIG KEY=VALUE ...
 
 trains as `fp8-grpo run CONFIG --set KEY=VALUE ...` does, with the same files in the run's folder: the same commands
-resume it, verify it and report on it. SIGTERM stops it after its step, with a checkpoint.
+resume it, verify it and report on it. SIGTERM stops it after its step, with a checkpoint. Kernels must be compiled
+(`fp8-grpo compile CONFIG`), or each training compiles them while the GPU waits.
 """
 
 import signal

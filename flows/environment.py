@@ -21,6 +21,7 @@ from fp8core.processes.variables import set_variables
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
+    from fp8core.kernels.compilation import KernelFolders
 
 SERVER_SETTINGS = {
     # One transaction for many states of tasks: a server on SQLite refuses requests (503) that meet too many of them.
@@ -226,6 +227,20 @@ def set_engine_variables(config: "RunConfig") -> None:
 
     environment = engine_environment(config, this_node(packages_of(config)))
     set_variables(environment.required, environment.suggested)
+
+
+def kernel_folders() -> "KernelFolders":
+    """Where this process and those that it starts keep compiled kernels, once `set_engine_variables` was called."""
+    from fp8core.kernels.compilation import KernelFolders
+    from fp8core.kernels.cuda import kept_folder
+
+    home = Path.home()
+    triton = Path(os.environ.get("TRITON_HOME", home)) / ".triton" / "cache"
+    return KernelFolders(
+        deep_gemm=Path(os.environ.get("DG_JIT_CACHE_DIR", home / ".deep_gemm")),
+        triton=Path(os.environ.get("TRITON_CACHE_DIR", triton)),
+        own=kept_folder(),
+    )
 
 
 def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from prefect.exceptions import Pause
 from prefect.states import Paused, Suspended
 from pydantic import Field
 
-from flows.environment import bound_mlflow_requests, set_engine_variables
+from flows.environment import bound_mlflow_requests, kernel_folders, set_engine_variables
 from flows.execution import FlowExecution
 from flows.orchestration import LoggedLines, failed, prepare_logs
 from flows.parameters import FlowOverrides, RunName
@@ -25,6 +25,7 @@ from flows.tracking.session import Session, open_session
 from flows.tracking.store import quiet_store_logs, ui_command
 from flows.training_pages import TrainingPages
 from fp8core.alignment.bounds import stop_bounds
+from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, printable
@@ -36,7 +37,9 @@ from fp8core.report.run_data import read_run, time_spent
 from fp8core.report.run_verdict import verdict
 from fp8core.report.summary import CURVES, REPORT, summarise
 from fp8core.report.training_charts import training_charts
+from fp8core.rollout.registry import engine_entry
 from fp8core.run import loop
+from fp8core.run.compilation import HOPPER, compile_kernels
 from fp8core.run.execute import StepError, carried, stored_manifest
 from fp8core.run.loop import BoundError, TrainingPaused, next_step
 from fp8core.run.open import refuse_unrunnable
@@ -92,6 +95,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> dict[str, Any]:
     """Train from the run's current step to its last step, or to the step in which SIGTERM comes."""
     console, name = Console(cast(TextIO, LoggedLines(sys.stdout)), config.steps), run_name(config)
     set_engine_variables(config)
+    compile_first(config, console)
     with (
         open_session(config, name, console, new_code=new_code) as session,
         TrainingPages(session.run) as pages,
@@ -100,6 +104,23 @@ def train(config: RunConfig, *, new_code: bool = False) -> dict[str, Any]:
         pages.start(session.tracker.page)
         loop.train(session.run, FlowExecution(session, pages, stop))
         return finish(session, console)
+
+
+def compile_first(config: RunConfig, console: Console) -> None:
+    """Compile the kernels that are missing, on Hopper and outside of a cluster of the user's own."""
+    platform = this_platform()
+    if config.cluster.address is not None or platform != HOPPER:
+        return
+    folders = kernel_folders()
+    with console.part("compiling kernels") as progress:
+        if config.cluster.used:
+            compiled = compile_kernels(config, platform, folders, progress)
+        else:
+            # The engine starts in this process, which waits for others now.
+            libraries = engine_entry(config).import_libraries
+            compiled = compile_kernels(config, platform, folders, progress, libraries)
+    if compiled.done:
+        console.note(str(compiled))
 
 
 def finish(session: Session, console: Console) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Commands on a configuration: `graph`, `config` and `plan`. None of them trains."""
+"""Commands on a configuration: `graph`, `config`, `compile` and `plan`. None of them trains."""
 
 import argparse
 import json
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_config, add_output
-from flows.environment import search_last
-from flows.launch import say
+from flows.environment import kernel_folders, search_last, set_engine_variables
+from flows.launch import long_part, say
 from flows.termination import ExitCode
+from fp8core.errors import UserError
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
@@ -25,6 +26,9 @@ def add_commands(commands: Any) -> None:
     parser = commands.add_parser("config", help=text, description=f"{text.capitalize()}. {checks}")
     add_config(parser)
     parser.set_defaults(command=print_config)
+    parser = commands.add_parser("compile", help="compile a training's kernels")
+    add_config(parser)
+    parser.set_defaults(command=compile_config)
     parser = commands.add_parser("plan", help="say what memory a training takes, and whether it fits")
     add_config(parser)
     parser.add_argument(
@@ -58,6 +62,24 @@ def print_config(options: argparse.Namespace) -> int:
             say(f"{key} = {json.dumps(resolved[key])}  # default of the {bounds.contract} contract: {bounds.reason}")
         else:
             say(f"{key} = {json.dumps(values[key])}  # {origin}")
+    return ExitCode.DONE
+
+
+def compile_config(options: argparse.Namespace) -> int:
+    from fp8core.config.capability import this_platform
+    from fp8core.config.load import load_config
+    from fp8core.models.hub import model_shape
+    from fp8core.run.compilation import compile_kernels, needs_kernels
+
+    search_last(Path.cwd())
+    config = load_config(options.config, options.overrides)
+    if config.cluster.address is not None:
+        raise UserError(f"cluster.address={config.cluster.address}: compile on each node, with cluster.address=null")
+    # A machine without a GPU may lack the engine, too, whose absence is not what stops this.
+    if needs_kernels(config, model_shape(config)) and this_platform() != "cpu":
+        set_engine_variables(config)
+    with long_part("compiling kernels") as progress:
+        say(compile_kernels(config, this_platform(), kernel_folders(), progress))
     return ExitCode.DONE
 
 

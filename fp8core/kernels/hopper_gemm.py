@@ -17,6 +17,8 @@ from torch.nn.functional import ScalingType, pad, scaled_mm
 from fp8core.numerics.e4m3 import Codes
 from fp8core.numerics.recipe import TILE
 
+DEEP_GEMM_DISTRIBUTIONS = ("deep_gemm", "vllm", "sgl-deep-gemm")
+"""Each brings DeepGEMM: its own package, the one inside vLLM's, SGLang's build of it."""
 _DEEP_GEMM_MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
 _ROWS, _TILES = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 _SCALE_PITCH = 4
@@ -74,8 +76,18 @@ def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
 
 @cache
 def deep_gemm() -> Any | None:
-    name = next((name for name in _DEEP_GEMM_MODULES if find_spec(name.partition(".")[0]) is not None), None)
+    """Its own package or the one inside vLLM."""
+    name = _deep_gemm_module()
     return None if name is None else import_module(name)
+
+
+def has_deep_gemm() -> bool:
+    """True if DeepGEMM is installed; nothing is imported."""
+    return _deep_gemm_module() is not None
+
+
+def _deep_gemm_module() -> str | None:
+    return next((name for name in _DEEP_GEMM_MODULES if find_spec(name.partition(".")[0]) is not None), None)
 
 
 def _deep_gemm_on(device: torch.device) -> Any | None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fp8core.config.capability import Environment, Node
     from fp8core.config.run import RunConfig
     from fp8core.models.architecture import Architecture
+    from fp8core.resources.kernels import Product
     from fp8core.resources.memory import Device, EngineMemory
     from fp8core.rollout.engine import RolloutEngine
 
@@ -40,6 +41,10 @@ def host_memory(config: "RunConfig", arch: "Architecture", gpu: "Device | None")
     return EngineMemory((engine_weights(config, arch),))
 
 
+def no_products(config: "RunConfig", arch: "Architecture") -> "Iterable[Product]":
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry:
     """An engine that `rollout.engine` can name. `name` and `build` are enough for one that computes on the host.
@@ -54,6 +59,8 @@ class EngineEntry:
         tensor_parallel: GPUs, or places on a CPU, that share the layers of one engine.
         longest: its own limit of the tokens of a prompt with its completion.
         arithmetic: `exact` as the exact trainer, `kernels` as the packed one, `own` as neither.
+        products: those of DeepGEMM, whose kernels `fp8-grpo compile` builds.
+        import_libraries: those that `build` needs. A GPU host imports vLLM for 15 s.
         continues: how it goes on from `PromptGroup.begun`: `equal` with the tokens of one go, `anew`
             with others of the same distribution, or not.
         sleeps: whether it gives its memory back between a rollout and the next update.
@@ -73,6 +80,8 @@ class EngineEntry:
     tensor_parallel: Callable[["RunConfig"], int] = lambda config: 1
     longest: Callable[["RunConfig"], int | None] = lambda config: None
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
+    products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
+    import_libraries: Callable[[], None] = lambda: None
     continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
     sleeps: Callable[["RunConfig"], bool] = lambda config: False
     own_process: bool = False

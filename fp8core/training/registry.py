@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from fp8core.rollout.registry import Arithmetic, engine_entry, no_environment, no_refusals
+from fp8core.rollout.registry import Arithmetic, engine_entry, no_environment, no_products, no_refusals
 from fp8core.user_code import import_attribute
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
     from fp8core.config.training import TrainingConfig
     from fp8core.models.architecture import Architecture
+    from fp8core.resources.kernels import Product
     from fp8core.resources.memory import Machine
     from fp8core.training.memory import Parallel, TrainerMemory
     from fp8core.training.ranks import Ranks
@@ -46,6 +47,8 @@ class TrainerEntry:
         environment: variables that are set before it is built.
         grid: the GPUs that it trains on, on a machine that has some; None where it computes on the host.
         memory: what it holds on each GPU of its grid; None where it computes on the host (`memory.host_needs`).
+        products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
+        packs: the numbers of tokens of the packs that its own kernels may meet; none: it has none that are compiled.
     """
 
     name: str
@@ -62,6 +65,8 @@ class TrainerEntry:
     grid: Callable[["RunConfig"], "Parallel | None"] = lambda _: None
     needs_gpu: Callable[["RunConfig"], bool] = lambda _: False
     memory: Callable[["TrainingConfig"], "TrainerMemory | None"] = lambda _: None
+    products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
+    packs: Callable[["RunConfig", "Architecture"], range] = lambda *_: range(0)
     packages: tuple[str, ...] = ()
 
 

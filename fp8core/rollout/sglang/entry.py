@@ -7,8 +7,9 @@ from fp8core.config.capability import Environment, Node, this_platform
 from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, padded_vocabulary
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+from fp8core.resources.kernels import Product, layer_products
 from fp8core.resources.memory import Device, EngineMemory
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import EngineEntry, longest_refusals
@@ -109,6 +110,15 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     )
 
 
+def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
+    rollout, head = config.rollout, config.precision.rollout.head
+    if config.precision.rollout.linear == "fp8_block":
+        rows = range(1, max(rollout.sglang.chunked_prefill_size, rollout.max_batch) + 1)
+        yield from layer_products(arch, rows)
+    if head == "fp32":
+        yield Product("bf16", padded_vocabulary(arch.vocab_size), arch.hidden_size, range(1, rollout.max_batch + 1))
+
+
 ENGINE = EngineEntry(
     name="sglang",
     packages=("sglang",),
@@ -121,6 +131,7 @@ ENGINE = EngineEntry(
     gpus=lambda config: config.cluster.engines,
     longest=lambda config: config.rollout.sglang.context_length,
     arithmetic=lambda config: "kernels" if config.rollout.sglang.model == "aligned" else "own",
+    products=_products,
     continues=lambda config: "equal" if config.rollout.sglang.model == "aligned" else "anew",
     sleeps=lambda config: config.rollout.sglang.sleep,
     # Its own model rounds where no points of a contract do.

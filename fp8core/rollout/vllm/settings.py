@@ -81,7 +81,7 @@ def suggested_environment(threads: int, build: EngineBuild) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     if build.on_gpu:
-        # Kernels are compiled when they are first used: vLLM's own warm-up of all takes minutes.
+        # Kernels are compiled before a run (`run.compilation`): vLLM's own warm-up, one after the other, takes minutes.
         # Both sides find them where vLLM keeps its own anyway. nvcc compiles them: with NVRTC (DG_JIT_USE_NVRTC)
         # DeepGEMM 2.5.0 does not compile against CUDA 13.
         kept = Path.home() / ".cache" / "vllm" / "deep_gemm"

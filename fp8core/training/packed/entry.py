@@ -11,11 +11,14 @@ from fp8core.config.capability import Environment, Node, this_platform
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
+from fp8core.numerics.recipe import TILE
+from fp8core.resources.kernels import Product, gradient_products, layer_products, weight_gradient_products
 from fp8core.resources.memory import BF16_BYTES, FP32_BYTES, Need, count_parameters, stored_bytes
 from fp8core.rl.objective import Objective
 from fp8core.rollout.registry import engine_entry, longest_sequence
@@ -83,8 +86,28 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, device: str)
         )
 
 
+def packs(config: RunConfig, arch: Architecture) -> range:
+    """The numbers of tokens that a pack can have on a GPU; a sequence longer than a micro-batch is a pack alone."""
+    if config.training.device != "cuda":
+        return range(0)
+    return range(TILE, math.ceil(_longest_pack(config, arch) / TILE) * TILE + 1, TILE)
+
+
 def _longest_pack(config: RunConfig, arch: Architecture) -> int:
     return max(config.training.tokens_per_pass, packed_length(longest_sequence(config, arch)))
+
+
+def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
+    tokens = packs(config, arch)
+    if not tokens:
+        return
+    if config.precision.training.linear == "fp8_block":
+        computed = with_whole_tiles(arch)
+        yield from layer_products(computed, tokens)
+        yield from gradient_products(computed, tokens)
+        yield from weight_gradient_products(computed, tokens)
+    chunk = max(1, ChunkedHead.chunk_elements // arch.vocab_size)
+    yield Product("bf16", arch.vocab_size, arch.hidden_size, range(1, min(chunk, tokens[-1]) + 1))
 
 
 _MOMENT_BYTES = {"fp32": FP32_BYTES, "bf16": BF16_BYTES}
@@ -209,4 +232,6 @@ TRAINER = TrainerEntry(
     grid=lambda config: Parallel(config.cluster.ranks) if _on_gpu(config.training) else None,
     needs_gpu=lambda config: _on_gpu(config.training),
     memory=lambda training: MEMORY if _on_gpu(training) else None,
+    products=products,
+    packs=packs,
 )

@@ -1,0 +1,144 @@
+"""Compile kernels in parallel, and count those that are kept.
+
+DeepGEMM, Triton and `kernels.cuda` each compile a kernel in the process that first needs it, and keep it in a folder
+for later ones. DeepGEMM holds Python's lock meanwhile, so each job here is work on the GPU in a process of its own.
+"""
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8core.errors import UserError, described_error
+from fp8core.processes.end_with_parent import follow_parent
+from fp8core.resources.kernels import Product
+
+# A process holds some GB of the GPU while it works.
+_MOST_PROCESSES = 16
+_MARKS = "fp8-grpo"
+
+
+@dataclass(frozen=True)
+class KernelFolders:
+    """Where the kernels of DeepGEMM, of Triton and of `kernels.cuda` are kept."""
+
+    deep_gemm: Path
+    triton: Path
+    own: Path
+
+    def count(self) -> int:
+        return sum(map(_entries, (self.deep_gemm / "cache", self.triton, self.own)))
+
+
+class Job(NamedTuple):
+    """One part of the work, in any process.
+
+    `name` and `about` decide which kernels it compiles, besides libraries and GPU. `folder` keeps most of them, and a
+    mark that it was done.
+    """
+
+    name: str
+    about: str
+    folder: Path
+    work: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+    def mark(self, versions: str) -> Path:
+        digest = hashlib.sha256("\n".join([versions, self.name, self.about]).encode()).hexdigest()
+        return self.folder / _MARKS / digest
+
+
+def missing_jobs(jobs: Sequence[Job], versions: str) -> list[Job]:
+    """Those that were not done with these versions, or whose kernels were deleted since."""
+    return [job for job in jobs if not job.mark(versions).exists()]
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    versions: str,
+    progress: Callable[[int, int], None],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Do the jobs on all processors, in order, and `meanwhile` in this process; `progress` hears how many of how many.
+    Raises UserError: a job failed; those that are done stay done."""
+    processes = min(len(jobs), len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin) as pool:
+        running: dict[Future[None], Job] = {pool.submit(job.work, *job.arguments): job for job in jobs}
+        progress(0, len(running))
+        try:
+            meanwhile()
+            for done, future in enumerate(as_completed(running), 1):
+                _finish(running[future], future, versions)
+                progress(done, len(running))
+        finally:
+            # After a failure or Ctrl-C, what has not begun never does.
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _finish(job: Job, future: "Future[None]", versions: str) -> None:
+    try:
+        future.result()
+    except BrokenProcessPool as error:
+        raise UserError(f"compiling the kernels of {job.name}: a process was killed") from error
+    except Exception as error:
+        raise UserError(f"compiling the kernels of {job.name}: {described_error(error)}") from error
+    mark = job.mark(versions)
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        raise UserError(f"{mark.parent}: kernels cannot be kept there: {error.strerror}") from error
+
+
+def multiply(product: Product, device: str = "cuda") -> None:
+    """Compute products of zeros, which compiles their kernels where the library does that."""
+    from fp8core.numerics.gemm import forward_gemm, weight_gradient_gemm
+    from fp8core.numerics.packed import head_logits
+    from fp8core.numerics.recipe import TILE
+
+    def zeros(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        codes = torch.zeros(rows, columns, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        # Column-major with a pitch for tensor maps, as our quantisers and vLLM's write them.
+        scales = torch.ones(-(-columns // TILE), -(-rows // 4) * 4, device=device)
+        return codes, scales.t()[:rows]
+
+    outputs, contraction = product.outputs, product.contraction
+    for rows in product.rows:
+        if product.operands == "bf16":
+            left, right = (torch.zeros(n, contraction, dtype=torch.bfloat16, device=device) for n in (rows, outputs))
+            head_logits(left, right)
+        elif product.operands == "fp8_gradient":
+            weight_gradient_gemm(zeros(outputs, rows), zeros(contraction, rows))
+        else:
+            tiles = torch.ones(-(-outputs // TILE), -(-contraction // TILE), device=device)
+            forward_gemm(zeros(rows, contraction), (zeros(outputs, contraction)[0], tiles))
+    release_memory()
+
+
+def release_memory() -> None:
+    """Wait for the GPU, and leave its memory to the other processes."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def _begin() -> None:
+    follow_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is our parent's.
+    torch.set_num_threads(1)
+
+
+def _entries(folder: Path) -> int:
+    try:
+        return len(set(os.listdir(folder)) - {_MARKS})
+    except FileNotFoundError:
+        return 0
