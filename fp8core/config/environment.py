@@ -16,8 +16,10 @@ class EnvironmentConfig(Section):
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the class.")
     max_turns: int = Field(8, ge=1, le=4096, description="Of the policy; what then has no outcome is `unparsed`.")
-    turn_tokens: int | None = Field(None, ge=1, le=1 << 20, description="Longest turn; null: what is left.")
-    observation_tokens: int | None = Field(None, ge=1, le=1 << 20, description="A longer one ends the episode.")
+    turn_tokens: int | None = Field(None, ge=1, le=1 << 20, description="Longest turn; null: what is left of the row.")
+    observation_tokens: int | None = Field(
+        None, ge=1, le=1 << 20, description="Longest observation; one beyond ends the episode."
+    )
     format: Literal["auto", "qwen", "plain"] = Field(
         "auto", description="How a tool call is written; auto: as in the model's chat template, else plain."
     )

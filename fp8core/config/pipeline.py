@@ -29,15 +29,15 @@ class PipelineConfig(Section):
     mode: Literal["synchronous", "one_step_off", "asynchronous"] = Field(
         "synchronous", description="What is generated beside the update (docs/guides/asynchronous.md)."
     )
-    max_staleness: int = Field(1, ge=0, le=100, description="Versions that a token may be older.")
+    max_staleness: int = Field(1, ge=0, le=100, description="Versions that a token may lag behind its learner.")
     ahead_tokens: int | None = Field(
         None,
         ge=0,
         le=1 << 20,
         description="`asynchronous`: tokens in a row beside an update; 0: none; null: until the update has ended.",
     )
-    chunk_tokens: int = Field(32, ge=1, le=1 << 20, description="Tokens that are written before prompts enter.")
-    max_inflight_prompts: int | None = Field(None, ge=1, le=1 << 20, description="null: all that staleness allows.")
+    chunk_tokens: int = Field(32, ge=1, le=1 << 20, description="Tokens that are written before more prompts enter.")
+    max_inflight_prompts: int | None = Field(None, ge=1, le=1 << 20, description="Prompts in flight; null: no limit.")
     verified_share: float = Field(0.0625, gt=0, le=1, description="Share of completions that are scored anew.")
     steps: list[StepConfig] = Field(
         min_length=1, description="Steps of an iteration, each as `pipeline.insert.step`; or changes of steps by name."

@@ -20,7 +20,7 @@ class SidePrecision(Section):
     """Formats of rollout or training."""
 
     linear: LinearFormat = Field("fp8_block", description="Linear layers.")
-    kv_cache: CacheFormat = Field("fp8", description="K and V; training emulates the cache and attention.")
+    kv_cache: CacheFormat = Field("fp8", description="K and V; fp8 in training emulates cache and attention.")
     head: HeadFormat = Field("fp32", description="Logits.")
 
     @model_validator(mode="after")
@@ -85,17 +85,17 @@ class StopConfig(Section):
     """Bounds that a training must keep (docs/guides/operate.md): null takes the default of the run's contract, none
     bounds nothing."""
 
-    error: Error = Field(None, description="Of the token multiplicative probability error; 1 is equality.")
-    tokens_differing: Count = Field(None, description="Tokens of a step that differ between rollout and training.")
-    k3: Distance = Field(None, description="Of the k3 estimate of KL(rollout, training).")
-    effective_sample_size: Share = Field(None, description="Lower bound, as a share of the tokens.")
-    ratio_bias: Distance = Field(None, description="Of |mean importance ratio - 1| in the first update of a step.")
-    ratio_deviation: Distance = Field(None, description="Of the largest |importance ratio - 1| in the first update.")
-    ratio_clipped: Share = Field(None, description="Of the tokens clipped in the first update.")
-    reward_slope: Slope = Field(None, description="Lower bound of the slope of the reward along the first update.")
-    mask_differing: Count = Field(None, description="Tokens in the loss that the policy did not write, or the reverse.")
-    probe_differing: Count = Field(None, description="Tokens of the probe after a sync that are scored differently.")
-    probe_error: Error = Field(None, description="Of the error over the probe after a sync.")
+    error: Error = Field(None, description="Largest token multiplicative probability error; 1 is equality.")
+    tokens_differing: Count = Field(None, description="Most tokens of a step that both sides score differently.")
+    k3: Distance = Field(None, description="Largest k3 estimate of KL(rollout, training).")
+    effective_sample_size: Share = Field(None, description="Smallest one, as a share of the tokens.")
+    ratio_bias: Distance = Field(None, description="Largest |mean importance ratio - 1| in the first update of a step.")
+    ratio_deviation: Distance = Field(None, description="Largest |importance ratio - 1| in the first update.")
+    ratio_clipped: Share = Field(None, description="Largest share of tokens clipped in the first update.")
+    reward_slope: Slope = Field(None, description="Smallest slope of the reward along the first update.")
+    mask_differing: Count = Field(None, description="Most tokens whose place in the loss is wrong.")
+    probe_differing: Count = Field(None, description="Most tokens of a probe that are scored differently.")
+    probe_error: Error = Field(None, description="Largest error over the probe after a sync.")
     patience: int | None = Field(
         None,
         ge=1,

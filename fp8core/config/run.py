@@ -61,12 +61,12 @@ class ArchitectureConfig(Section):
 class WarmStartConfig(Section):
     """Supervised warm start before GRPO, on demonstrations of the chain task or of your own."""
 
-    demonstrations: UserSource | None = Field(None, min_length=1, description="A .jsonl file; null: of the chain task.")
+    demonstrations: UserSource | None = Field(None, min_length=1, description="A .jsonl file; null: the chain task's.")
     completion_field: str = Field("completion", min_length=1, description="Field of the demonstrated completion.")
     steps: int = Field(600, ge=1, le=1_000_000, description="Supervised updates before step 0.")
     batch_size: int = Field(128, ge=1, le=65536, description="Demonstrations of one update.")
     learning_rate: float = Field(2e-3, gt=0, le=1, description="A checkpoint takes about 1e-5.")
-    step_by_step_share: float = Field(0.4, ge=0, le=1, description="Share of the chain task's that show steps.")
+    step_by_step_share: float = Field(0.4, ge=0, le=1, description="Share of demonstrations that show all steps.")
     tool_share: float = Field(0, ge=0, le=1, description="Share that calls environment.name=calculator.")
 
 
