@@ -38,7 +38,7 @@ class TrainedCurve(NamedTuple):
     curve: LearningCurve
 
 
-def gap_rows(trained: Sequence[TrainedCurve], pairs: int, last: int, confidence: float) -> list[Row]:
+def gap_rows(trained: Sequence[TrainedCurve], pairs: int, last: int) -> list[Row]:
     """A row for each variant, window and task, and for all tasks together, of what there are two pairs of or more.
 
     Args:
@@ -53,10 +53,7 @@ def gap_rows(trained: Sequence[TrainedCurve], pairs: int, last: int, confidence:
         for task, found in {ALL: together, **by_task}.items():
             if len(found) < 2:
                 continue
-            gaps = {
-                "end": end_difference(found, last, confidence),
-                "curve": curve_difference(found, confidence),
-            }
+            gaps = {"end": end_difference(found, last), "curve": curve_difference(found)}
             for window, gap in gaps.items():
                 row = {"kind": "gap", "variant": variant, "task": task, "window": window, "pairs": len(found)}
                 row |= {"mean": gap.value, "low": gap.low, "high": gap.high}

@@ -180,9 +180,8 @@ def measured_rows(trainings: Sequence[Training], config: str) -> list[Row]:
             curves.append(TrainedCurve(training.task, training.variant, training.seed, curve))
         points = {} if curve is None else dict(zip(curve.steps, curve.accuracies, strict=True))
         rows.append(alignment_row(run, training.variant, shown) | about | {"curve": points})
-    parity = trainings[0].config.parity
     pairs = len({(training.task, training.seed) for training in trainings})
-    return [*rows, *gap_rows(curves, pairs, parity.last_evaluations, parity.confidence)]
+    return [*rows, *gap_rows(curves, pairs, trainings[0].config.parity.last_evaluations)]
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -108,12 +108,11 @@ def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy) -> Evaluatio
         temperature=questioned.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         seed=questioned.seed,
-        confidence=questioned.counting.confidence,
         verifier=described,
         precisions={name: one.measurement for name, one in answered.items()},
         engines={name: one.engine for name, one in answered.items()},
         differences={
-            name: paired_differences(answered[base].measurement, answered[name].measurement, questioned.counting)
+            name: paired_differences(answered[base].measurement, answered[name].measurement, questioned.seed)
             for name in others
         },
         answer_logprobs={name: one.answer_logprob for name, one in answered.items() if one.answer_logprob is not None},

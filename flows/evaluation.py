@@ -16,7 +16,7 @@ from fp8core.data.prompt import Problem, refuse_unfit
 from fp8core.data.references import Readable, counted, readable
 from fp8core.data.source import build_source
 from fp8core.errors import UserError
-from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, has_fp8
+from fp8core.evaluation.measure import Precision, all_problems, contract_in, has_fp8
 from fp8core.models.checkpoint import find_checkpoint
 from fp8core.processes.variables import set_variables
 from fp8core.report.console import Console
@@ -29,8 +29,6 @@ from fp8core.run.open import check_opening, check_stop_strings
 from fp8core.run.refusals import check_engine
 from fp8core.run.replay import RunSnapshot
 from fp8core.store.layout import POLICY, checkpoint_place
-
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def questions(asked: EvaluationRequest, config: RunConfig, found: Sequence[Probl
         samples=asked.samples,
         temperature=0.0 if asked.samples == 1 else config.rollout.temperature,
         seed=asked.seed,
-        counting=Counting(_counted(asked), CONFIDENCE, asked.seed),
+        k=_counted(asked),
         scored=len(found) if asked.parts else 0,
     )
 

@@ -20,7 +20,7 @@ from fp8core.config.parity import ParityConfig
 from fp8core.config.run import RunConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.errors import printable_lines
-from fp8core.evaluation.measure import Estimate
+from fp8core.evaluation.measure import CONFIDENCE, Estimate
 from fp8core.report.chart import MISSING, short
 from fp8core.report.run_data import RunData
 from fp8core.rollout.registry import engine_entry
@@ -153,24 +153,22 @@ class Pair:
     baseline: LearningCurve
 
 
-def curve_difference(pairs: Sequence[Pair], confidence: float) -> Estimate:
+def curve_difference(pairs: Sequence[Pair]) -> Estimate:
     """Accuracy of variants minus BF16, the mean of all evaluations after the first update; two pairs at least."""
-    return _difference(pairs, lambda curve: curve.scores[1:] if len(curve.steps) > 1 else curve.scores, confidence)
+    return _difference(pairs, lambda curve: curve.scores[1:] if len(curve.steps) > 1 else curve.scores)
 
 
-def end_difference(pairs: Sequence[Pair], last: int, confidence: float) -> Estimate:
+def end_difference(pairs: Sequence[Pair], last: int) -> Estimate:
     """Accuracy of variants minus BF16, the mean of the last `last` evaluations; two pairs at least."""
-    return _difference(pairs, lambda curve: curve.scores[-last:], confidence)
+    return _difference(pairs, lambda curve: curve.scores[-last:])
 
 
-def _difference(
-    pairs: Sequence[Pair], window: Callable[[LearningCurve], NDArray[np.float64]], confidence: float
-) -> Estimate:
+def _difference(pairs: Sequence[Pair], window: Callable[[LearningCurve], NDArray[np.float64]]) -> Estimate:
     table = np.stack([(window(pair.variant) - window(pair.baseline)).mean(axis=0) for pair in pairs])
-    return crossed_interval(table, confidence)
+    return crossed_interval(table)
 
 
-def crossed_interval(table: NDArray[np.float64], confidence: float) -> Estimate:
+def crossed_interval(table: NDArray[np.float64]) -> Estimate:
     """Interval of the mean of [seed, prompt], of which both are samples of more: two seeds at least.
 
     The variance is that of two crossed random effects, (MS_seeds + MS_prompts - MS_rest) / cells. (Searle, Casella and
@@ -185,7 +183,7 @@ def crossed_interval(table: NDArray[np.float64], confidence: float) -> Estimate:
         of_prompts = seeds * float(columns.var(ddof=1))
         rest = float(((table - rows[:, None] - columns + mean) ** 2).sum()) / ((seeds - 1) * (prompts - 1))
         variance += max(0.0, of_prompts - rest)
-    half = float(stats.t.ppf(0.5 + confidence / 2, seeds - 1)) * math.sqrt(variance / table.size)
+    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, seeds - 1)) * math.sqrt(variance / table.size)
     return Estimate(mean, mean - half, mean + half)
 
 
@@ -289,8 +287,8 @@ def _learning(
     """Accuracy over the whole curve and at its end."""
     pairs = _pairs(runs, baseline)
     what, enough = "held-out accuracy minus BF16", len(pairs) > 1
-    curve = curve_difference(pairs, config.confidence) if enough else None
-    end = end_difference(pairs, config.last_evaluations, config.confidence) if enough else None
+    curve = curve_difference(pairs) if enough else None
+    end = end_difference(pairs, config.last_evaluations) if enough else None
     for check, gap, limit in ((what, curve, config.accuracy_gap), (f"{what}, at the end", end, config.end_gap)):
         bound = f">= -{limit:g}"
         if gap is None:

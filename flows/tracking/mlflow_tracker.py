@@ -6,11 +6,11 @@ tracking URI is set for the process: the steps of several trainings may run in i
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus, Metric, Param, Run, RunTag
@@ -37,18 +37,7 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 _METRICS, _PARAMS, _LONGEST = 1000, 100, 6000
 # Tag with the tables that the UI previews. It takes 8000 characters, which are 145 of ours.
 _TABLES, _LISTED = "mlflow.loggedArtifacts", 100
-P = ParamSpec("P")
 R = TypeVar("R")
-Method = Callable[Concatenate["MlflowTracker", P], R]
-
-
-def _with_our_errors(method: Method[P, R]) -> Method[P, R]:
-    @wraps(method)
-    def call(self: "MlflowTracker", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with store_errors(self.uri):
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 @dataclass
@@ -91,19 +80,19 @@ class MlflowTracker:
         run = f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
         return f"{run}/model-metrics?workflowType=machine_learning"
 
-    @_with_our_errors
     def start(self, settings: Mapping[str, object]) -> None:
-        run = self.client.get_run(self.run_id)
-        self.client.update_run(self.run_id, status="RUNNING")
-        if ERROR in run.data.tags:
-            self.client.delete_tag(self.run_id, ERROR)
-        known, texts = run.data.params, {name: _text(value) for name, value in settings.items()}
-        new = [Param(name, text) for name, text in texts.items() if name not in known]
-        for batch in _batches(new, _PARAMS):
-            self.client.log_batch(self.run_id, params=batch)
-        # A parameter cannot change.
-        self.set_tags({name: text for name, text in texts.items() if known.get(name, text) != text})
-        self._watch_load()
+        with store_errors(self.uri):
+            run = self.client.get_run(self.run_id)
+            self.client.update_run(self.run_id, status="RUNNING")
+            if ERROR in run.data.tags:
+                self.client.delete_tag(self.run_id, ERROR)
+            known, texts = run.data.params, {name: _text(value) for name, value in settings.items()}
+            new = [Param(name, text) for name, text in texts.items() if name not in known]
+            for batch in _batches(new, _PARAMS):
+                self.client.log_batch(self.run_id, params=batch)
+            # A parameter cannot change.
+            self.set_tags({name: text for name, text in texts.items() if known.get(name, text) != text})
+            self._watch_load()
 
     def _watch_load(self) -> None:
         """Begin or go on with MLflow's own samples of the load: an outage ends its thread."""
@@ -113,29 +102,29 @@ class MlflowTracker:
             self._monitor = SystemMetricsMonitor(self.run_id, resume_logging=True, tracking_uri=self.uri)
             self._monitor.start()
 
-    @_with_our_errors
     def set_tags(self, tags: Mapping[str, str], note: str | None = None) -> None:
-        rows = [RunTag(name, printable_lines(text)[:_LONGEST]) for name, text in tags.items()]
-        rows += [] if note is None else [RunTag(NOTE, note)]
-        for batch in _batches(rows, _PARAMS):
-            self.client.log_batch(self.run_id, tags=batch)
+        with store_errors(self.uri):
+            rows = [RunTag(name, printable_lines(text)[:_LONGEST]) for name, text in tags.items()]
+            rows += [] if note is None else [RunTag(NOTE, note)]
+            for batch in _batches(rows, _PARAMS):
+                self.client.log_batch(self.run_id, tags=batch)
 
-    @_with_our_errors
     def log_step(self, step: int, metrics: Mapping[str, float], committed_ms: int, tags: Mapping[str, str]) -> None:
-        rows = [Metric(name, float(value), committed_ms, step) for name, value in metrics.items()]
-        for batch in _batches(rows, _METRICS):
-            self.client.log_batch(self.run_id, batch, tags=[RunTag(name, text) for name, text in tags.items()])
+        with store_errors(self.uri):
+            rows = [Metric(name, float(value), committed_ms, step) for name, value in metrics.items()]
+            for batch in _batches(rows, _METRICS):
+                self.client.log_batch(self.run_id, batch, tags=[RunTag(name, text) for name, text in tags.items()])
 
-    @_with_our_errors
     def log_artifact(self, place: str, content: str | Path | Table) -> None:
-        match content:
-            case Path():
-                self.client.log_artifact(self.run_id, str(content), place.rpartition("/")[0] or None)
-            case str():
-                text = content if place.endswith(".json") else printable_lines(content)
-                self.client.log_text(self.run_id, text, place)
-            case Table():
-                self._log_table(place, content)
+        with store_errors(self.uri):
+            match content:
+                case Path():
+                    self.client.log_artifact(self.run_id, str(content), place.rpartition("/")[0] or None)
+                case str():
+                    text = content if place.endswith(".json") else printable_lines(content)
+                    self.client.log_text(self.run_id, text, place)
+                case Table():
+                    self._log_table(place, content)
 
     def _log_table(self, place: str, table: Table) -> None:
         """As MLflow's `log_table`, which appends to a table that is there, and fails when a run has many."""
@@ -146,44 +135,37 @@ class MlflowTracker:
         if entry not in listed:
             self.client.set_tag(self.run_id, _TABLES, json.dumps([*listed, entry][-_LISTED:]))
 
-    @_with_our_errors
     def log_checkpoint(self, checkpoint: Checkpoint) -> None:
         """As a READY model; one that a kill left PENDING is completed. The files stay where they are."""
-        model = self._model(checkpoint)
-        outputs = self.client.get_run(self.run_id).outputs
-        assert outputs is not None, "MLflow's stores give a run's outputs"
-        if model.model_id not in {output.model_id for output in outputs.model_outputs}:
-            self.client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, checkpoint.step)])
-        rows = [
-            Metric(name, value, checkpoint.committed_ms, checkpoint.step, model_id=model.model_id)
-            for name, value in checkpoint.metrics.items()
-        ]
-        self.client.log_batch(self.run_id, rows)
-        if model.status != LoggedModelStatus.READY:
-            self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+        with store_errors(self.uri):
+            model = self._model(checkpoint)
+            outputs = self.client.get_run(self.run_id).outputs
+            assert outputs is not None, "MLflow's stores give a run's outputs"
+            if model.model_id not in {output.model_id for output in outputs.model_outputs}:
+                self.client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, checkpoint.step)])
+            rows = [
+                Metric(name, value, checkpoint.committed_ms, checkpoint.step, model_id=model.model_id)
+                for name, value in checkpoint.metrics.items()
+            ]
+            self.client.log_batch(self.run_id, rows)
+            if model.status != LoggedModelStatus.READY:
+                self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
     def _model(self, checkpoint: Checkpoint) -> LoggedModel:
         own = f"source_run_id = '{self.run_id}' AND name = '{checkpoint.name}'"
         found = self.client.search_logged_models([self.experiment_id], own, max_results=1)
-        return (
-            found[0]
-            if found
-            else self.client.create_logged_model(
-                self.experiment_id,
-                name=checkpoint.name,
-                source_run_id=self.run_id,
-                tags=dict(checkpoint.tags),
-                model_type=MODEL_TYPE,
-            )
-        )
+        if found:
+            return found[0]
+        about: dict[str, Any] = {"source_run_id": self.run_id, "tags": dict(checkpoint.tags), "model_type": MODEL_TYPE}
+        return self.client.create_logged_model(self.experiment_id, checkpoint.name, **about)
 
-    @_with_our_errors
     def end(self, outcome: RunOutcome, error: str | None, ended_ms: int) -> None:
-        if self._monitor is not None:
-            self._monitor.finish()
-        if error is not None:
-            self.set_tags({ERROR: error})
-        self.client.set_terminated(self.run_id, outcome, ended_ms)
+        with store_errors(self.uri):
+            if self._monitor is not None:
+                self._monitor.finish()
+            if error is not None:
+                self.set_tags({ERROR: error})
+            self.client.set_terminated(self.run_id, outcome, ended_ms)
 
 
 def _find_run(client: MlflowClient, run_id: str) -> Run | None:

@@ -9,7 +9,6 @@ class ParityConfig(Section):
     """Bounds of the verdict. Metrics are judged at the worst step of the worst seed of a variant, or as they say."""
 
     seeds: int = Field(12, ge=1, le=100, description="Trainings of each variant, from seed 0 on.")
-    confidence: float = Field(0.95, gt=0, lt=1, description="Of the intervals.")
     last_evaluations: int = Field(3, ge=1, le=1000, description="Held-out evaluations that count as the end.")
     # Half of the 5 points that make another policy: as far from 5 as from none.
     accuracy_gap: float = Field(0.025, description="Held-out accuracy that a variant may lose to BF16, over its curve.")

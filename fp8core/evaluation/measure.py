@@ -26,6 +26,7 @@ from fp8core.errors import UserError
 from fp8core.rewards.scorer import OUTCOMES, Verdict
 from fp8core.rollout.registry import engine_entry
 
+CONFIDENCE = 0.95
 _RESAMPLES = 10_000
 
 
@@ -46,30 +47,30 @@ class Estimate:
     high: float
 
 
-def score_estimate(scores: Sequence[float], confidence: float, seed: int) -> Estimate:
+def score_estimate(scores: Sequence[float], seed: int) -> Estimate:
     """Mean of one score a prompt: with Wilson's interval where each is 0 or 1, else resampled."""
     if {*scores} <= {0.0, 1.0}:
         # Honest near 0 and 1, too.
-        wilson = stats.binomtest(scores.count(1.0), len(scores)).proportion_ci(confidence, method="wilson")
+        wilson = stats.binomtest(scores.count(1.0), len(scores)).proportion_ci(CONFIDENCE, method="wilson")
         return Estimate(fmean(scores), float(wilson.low), float(wilson.high))
-    return resampled_estimate(scores, (0.0, 1.0), confidence, seed)
+    return resampled_estimate(scores, (0.0, 1.0), seed)
 
 
-def difference_estimate(differences: Sequence[float], confidence: float, seed: int) -> Estimate:
+def difference_estimate(differences: Sequence[float], seed: int) -> Estimate:
     """Mean of one difference a prompt: with an interval of pairs where each is -1, 0 or 1, else resampled.
 
     The interval is honest where none or few pairs differ. (Bonett and Price 2012, "Adjusted Wald confidence interval
     for a difference of binomial proportions based on paired data".)
     """
     if not {*differences} <= {-1.0, 0.0, 1.0}:
-        return resampled_estimate(differences, (-1.0, 1.0), confidence, seed)
-    z, trials = NormalDist().inv_cdf(0.5 + confidence / 2), len(differences) + 2
+        return resampled_estimate(differences, (-1.0, 1.0), seed)
+    z, trials = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2), len(differences) + 2
     more, fewer = ((differences.count(sign) + 1) / trials for sign in (1.0, -1.0))
     room = z * math.sqrt((more + fewer - (more - fewer) ** 2) / trials)
     return Estimate(fmean(differences), max(-1.0, more - fewer - room), min(1.0, more - fewer + room))
 
 
-def resampled_estimate(values: Sequence[float], ends: tuple[float, float], confidence: float, seed: int) -> Estimate:
+def resampled_estimate(values: Sequence[float], ends: tuple[float, float], seed: int) -> Estimate:
     """Mean of one value a prompt, with a percentile bootstrap that has a further prompt at each end of their range.
 
     Without these, equal values would have an interval of no width. (Bonett and Price, 2012, add them to pairs.) Values
@@ -81,7 +82,7 @@ def resampled_estimate(values: Sequence[float], ends: tuple[float, float], confi
         np.mean,
         n_resamples=_RESAMPLES,
         batch=256,
-        confidence_level=confidence,
+        confidence_level=CONFIDENCE,
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval
@@ -108,13 +109,6 @@ class Measurement:
     prompts: list[PromptScore]
 
 
-@dataclass(frozen=True)
-class Counting:
-    k: Sequence[int]
-    confidence: float
-    seed: int
-
-
 def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) -> PromptScore:
     """The samples of one prompt. Wrong ones vote by the detail of their verdict (`answer 17`); unread ones do not.
 
@@ -132,25 +126,23 @@ def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) 
     return PromptScore(prompt_id, {name: outcomes[name] for name in OUTCOMES if outcomes[name]}, measured)
 
 
-def measure(scores: Sequence[PromptScore], lengths: Sequence[int], counting: Counting) -> Measurement:
+def measure(scores: Sequence[PromptScore], lengths: Sequence[int], seed: int) -> Measurement:
     outcomes: dict[str, int] = {name: sum(score.outcomes.get(name, 0) for score in scores) for name in OUTCOMES}
     values = {name: [score.measured[name] for score in scores] for name in scores[0].measured}
     # All estimates have one kind of interval: pass@2 has no lower bound below that of pass@1.
     whole = {value for each in values.values() for value in each} <= {0.0, 1.0}
     estimate: Callable[..., Estimate] = score_estimate if whole else partial(resampled_estimate, ends=(0.0, 1.0))
-    estimates = {
-        name: estimate(each, confidence=counting.confidence, seed=counting.seed) for name, each in values.items()
-    }
+    estimates = {name: estimate(each, seed=seed) for name, each in values.items()}
     return Measurement(estimates, outcomes, fmean(lengths), list(scores))
 
 
-def paired_differences(base: Measurement, other: Measurement, counting: Counting) -> dict[str, Estimate]:
+def paired_differences(base: Measurement, other: Measurement, seed: int) -> dict[str, Estimate]:
     """`other` minus `base`, of the same prompts: what two precisions share of a prompt's difficulty cancels out."""
     differences = {}
     for name in base.estimates:
         pairs = zip(base.prompts, other.prompts, strict=True)
         values = [theirs.measured[name] - ours.measured[name] for ours, theirs in pairs]
-        differences[name] = difference_estimate(values, counting.confidence, counting.seed)
+        differences[name] = difference_estimate(values, seed)
     return differences
 
 
@@ -213,7 +205,6 @@ class EvaluationResult(BaseModel):
     temperature: float
     max_new_tokens: int
     seed: int
-    confidence: float
     verifier: dict[str, JsonValue]
     precisions: dict[str, Measurement]
     engines: dict[str, dict[str, JsonValue]]

@@ -51,14 +51,10 @@ class TiedProcess:
     def kill(self) -> None:
         self._process.kill()
 
-    def end(self, word: bytes = b"") -> None:
-        """Let the child read `word` and then the end of the file, and wait for it; a second call does nothing."""
-        assert self._process.stdin is not None, "it was started with a pipe"
-        if not self._process.stdin.closed:
-            with suppress(BrokenPipeError):  # Somebody killed it.
-                self._process.stdin.write(word)
-            self._process.stdin.close()
-            self._process.wait()
+    def end(self) -> None:
+        """Let the child read the end of the file, and wait for it; a second call does nothing."""
+        self.close_copy()
+        self._process.wait()
 
     def close_copy(self) -> None:
         """Close the pipe, or a copy of it, without a word to the child, and wait for nothing."""

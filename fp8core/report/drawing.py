@@ -64,12 +64,7 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
         axes.axhline(bound.y, color="0.2", lw=1.0, ls=":")
         place = (0.01, bound.y)
         axes.annotate(bound.label, place, xycoords=("axes fraction", "data"), ha="left", va="bottom", fontsize=8)
-    included = [*chart.include, *((0.0, 1.0) if {*values} == {0.0} else ())]
-    if included:
-        low, high = axes.get_ylim()
-        room = 0.03 * (max(included) - min(included))
-        low, high = min(low, min(included) - room), max(high, max(included) + room)
-        # Room for half a marker.
-        axes.set_ylim(low, max(high, max(values, default=high) + 0.04 * (high - low)))
+    for y in chart.include if values else ():
+        axes.axhline(y, alpha=0.0)
     if not values:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=13)

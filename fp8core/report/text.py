@@ -21,7 +21,7 @@ def evaluation_text(result: EvaluationResult) -> str:
     """The request, then a line for each precision and for its difference from the first."""
     of = result.target if result.step is None else f"{result.target}, step {result.step}"
     drawn = "greedy" if result.temperature == 0 else f"{result.samples} at temperature {result.temperature:g}"
-    request = f"{of}: {result.prompts} prompts of {result.data}, {drawn}; {100 * result.confidence:g}% intervals"
+    request = f"{of}: {result.prompts} prompts of {result.data}, {drawn}; 95% intervals"
     tables = [["", *columns(rows)] for rows in _evaluation_rows(result)]
     return printable_lines("\n".join([request, *chain.from_iterable(tables)]))
 

@@ -9,7 +9,7 @@ from itertools import chain
 
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, longest_prompt
-from fp8core.evaluation.measure import Counting, Measurement, measure, score_prompt
+from fp8core.evaluation.measure import Measurement, measure, score_prompt
 from fp8core.evaluation.parts import Text
 from fp8core.progress import Progress
 from fp8core.rewards.scorer import Verdict
@@ -44,7 +44,7 @@ class Questions:
     samples: int
     temperature: float
     seed: int
-    counting: Counting
+    k: Sequence[int]
     scored: int = 0
 
 
@@ -111,7 +111,7 @@ def _measured(questions: Questions, completions: list[Completion], verdicts: lis
     for done, verdict in zip(completions, verdicts, strict=True):
         by_prompt[done.group].append(verdict)
     scores = [
-        score_prompt(problem.prompt_id, by_prompt[index], questions.counting.k)
+        score_prompt(problem.prompt_id, by_prompt[index], questions.k)
         for index, problem in enumerate(questions.problems)
     ]
-    return measure(scores, [done.length for done in completions], questions.counting)
+    return measure(scores, [done.length for done in completions], questions.seed)

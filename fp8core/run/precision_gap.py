@@ -40,7 +40,7 @@ from fp8core.run.episodes import EpisodePlayer
 from fp8core.run.rollouts import groups_of, heldout_accuracy, prompt_table
 from fp8core.store.ledger import START
 
-_CONFIDENCE, _SEED = 0.95, 0
+_SEED = 0
 # Prompts of which whole distributions are compared.
 _TEXTS = 8
 
@@ -88,9 +88,9 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
         "kl": cost.nats,
         "same_choice": cost.same_choice,
         "answer_shift": cost.answer_shift,
-        "accuracy": asdict(score_estimate(scored, _CONFIDENCE, _SEED)),
-        "bf16_accuracy": asdict(score_estimate(scored_in_bf16, _CONFIDENCE, _SEED)),
-        "difference": asdict(difference_estimate(differences, _CONFIDENCE, _SEED)),
+        "accuracy": asdict(score_estimate(scored, _SEED)),
+        "bf16_accuracy": asdict(score_estimate(scored_in_bf16, _SEED)),
+        "difference": asdict(difference_estimate(differences, _SEED)),
     }
 
 

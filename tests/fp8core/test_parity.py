@@ -152,7 +152,7 @@ def test_intervals_hold_what_they_promise_whatever_the_autocorrelation(correlate
             for step in range(1, STEPS):
                 gaps[:, step] = 0.95 * gaps[:, step - 1] + np.sqrt(1 - 0.95**2) * gaps[:, step]
         table = gaps.mean(axis=1, keepdims=True) + random.standard_normal((8, PROMPTS))
-        found = crossed_interval(table, 0.95)
+        found = crossed_interval(table)
         covered += found.low <= 0 <= found.high
     assert 0.92 <= covered / 400 <= 0.98
 
