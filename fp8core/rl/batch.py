@@ -83,7 +83,7 @@ class RolloutBatch:
         old_logprobs: FP32, under the trainer's policy at the start of the step, or of `stale` tokens under the policy
             that wrote them; None for those of the one update's forward.
         reference_logprobs: FP32 under the frozen reference policy, or None.
-        advantages: FP32 [B], or [B, C] where they differ by token.
+        advantages: FP32 [B].
         keep: bool [B], False for rows that are left out of the loss.
         weights: [B, C], importance weights; None until `Objective.corrected` has set them.
         kept: bool [B, C], tokens of the mask that the correction has not rejected; None until then, too.

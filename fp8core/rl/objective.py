@@ -83,8 +83,8 @@ class Objective:
     """Callable on the current policy's log-probs; holds no state.
 
     `corrected` acts on the whole batch of a step, because rejection and normalisation look at rows and batches. The
-    objective itself then takes micro-batches. Terms that depend on the updated policy are computed there, for every
-    update anew: the correction of bypass mode, and which rows are off-policy.
+    objective itself then takes micro-batches. The correction of bypass mode depends on the updated policy, and is
+    computed there for every update anew.
     """
 
     def __init__(self, loss: LossConfig, correction: CorrectionConfig) -> None:
@@ -221,8 +221,7 @@ def _applied_advantages(batch: RolloutBatch, distillation: DistillationConfig) -
     towards_teacher = distillation.weight * _towards_teacher(batch)
     if distillation.rewards == 0:
         return towards_teacher
-    by_token = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
-    return distillation.rewards * by_token.double() + towards_teacher
+    return distillation.rewards * batch.advantages[:, None].double() + towards_teacher
 
 
 def _towards_teacher(batch: RolloutBatch) -> Tensor:
