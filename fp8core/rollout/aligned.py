@@ -51,7 +51,7 @@ def decoder_of(config: Any) -> Architecture:
 
 
 def aligned_recipe(config: Any) -> Recipe:
-    """The recipe of the same configuration; which layers stay in BF16, the types of their weights say."""
+    """The types of weights say which layers stay in BF16."""
     return recipe_of(**getattr(config, _RECIPE_KEY))
 
 

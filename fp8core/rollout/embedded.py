@@ -275,9 +275,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
 ENGINE = EngineEntry(
     name="embedded",
     build=lambda config, arch: EmbeddedEngine(
-        arch,
-        rollout_formats(config.precision, arch.num_layers),
-        config.rollout.max_batch,
+        arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch
     ),
     requirements=lambda: "exact FP8 emulation on this CPU",
     memory=_memory,

@@ -133,7 +133,7 @@ class RolloutEngine(Protocol):
         ...
 
     def update(self, tensors: Any, scales: PolicyScales, version: int) -> SyncReport:
-        """Replace weights and scales and read them back; `tensors` are those of the trainer's `export`."""
+        """`tensors` are those of the trainer's `export`."""
         ...
 
     def fingerprint(self) -> str: ...
@@ -176,7 +176,7 @@ class StreamingEngine(RolloutEngine, Protocol):
     """An engine that takes requests while others are in flight."""
 
     def open_session(self, sampling: Sampling) -> Session:
-        """Nothing else may be asked of the engine until the session is closed."""
+        """Nothing else may be asked of the engine meanwhile."""
         ...
 
 
@@ -215,12 +215,10 @@ class MemoryReader(RolloutEngine, Protocol):
     """An engine with a process of its own, which reads weights in the memory of another process."""
 
     def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
-        """`update` begins: refuse what does not fit."""
+        """Refuse what does not fit."""
         ...
 
-    def write(self, shared: SharedWeights) -> None:
-        """Write some of the expected weights; once or more."""
-        ...
+    def write(self, shared: SharedWeights) -> None: ...
 
     def finish(self, scales: PolicyScales, version: int) -> SyncReport:
         """`update` ends: set the scales and read everything back."""

@@ -56,7 +56,6 @@ class TurnRecord:
         said: the answer's messages, JSON as of `said_json`; empty where the answer was an outcome.
         calls: tool calls of the policy, JSON: a list of name and arguments.
         malformed: why what looked like a call is none, else empty.
-        seconds: that the environment took.
     """
 
     begin: int
@@ -77,8 +76,8 @@ class Episode:
 
     Attributes:
         prompt: the environment's first messages, or the group's where it said none.
-        outcome: the environment's; `unparsed` where a budget ended the episode, which `completion.finish` names. Where
-            the policy never spoke, the completion is one token that it did not write.
+        outcome: the environment's; `unparsed` where a budget ended the episode. Where the policy never spoke, the
+            completion is one token that it did not write.
         reward: of all turns together, beside what a verifier gives.
         began: the environment's first answer; None without an environment.
         state: of one that goes on, for `MultiTurn.begun`.
@@ -129,7 +128,7 @@ class OpenEpisode:
 
     @property
     def room(self) -> int | None:
-        """Tokens that the policy may write now; None: what its row has left."""
+        """None: what its row has left."""
         of_turn = self._budget.turn_tokens
         left = [self._room, None if of_turn is None else of_turn - len(self._turn)]
         return min((each for each in left if each is not None), default=None)
@@ -253,7 +252,7 @@ class Pool(Protocol):
         ...
 
     def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
-        """True if an episode is open that began with this task and was asked exactly this; else it ends."""
+        """True if it is open, began with this task and was asked exactly this; else it ends."""
         ...
 
     def end(self, episode: Key) -> None: ...

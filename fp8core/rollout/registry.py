@@ -50,20 +50,14 @@ class EngineEntry:
     """An engine that `rollout.engine` can name. `name` and `build` are enough for one that computes on the host.
 
     Attributes:
-        build: an engine without weights.
         packages: distributions whose versions checks and environment need (`Node.version`).
         check, check_model: why it cannot run a configuration on a machine, or a model, a message each.
         requirements: what of it is installed, in words; UserError where something is missing.
-        environment: variables that are set before its libraries are imported.
         gpus: on how many GPUs all engines generate; 0 for the host.
-        tensor_parallel: GPUs, or places on a CPU, that share the layers of one engine.
         longest: its own limit of the tokens of a prompt with its completion.
         arithmetic: `exact` as the exact trainer, `kernels` as the packed one, `own` as neither.
         products: those of DeepGEMM, whose kernels `fp8-grpo compile` builds.
-        import_libraries: those that `build` needs. A GPU host imports vLLM for 15 s.
-        continues: how it goes on from `PromptGroup.begun`: `equal` with the tokens of one go, `anew`
-            with others of the same distribution, or not.
-        sleeps: whether it gives its memory back between a rollout and the next update.
+        continues: how it goes on from `PromptGroup.begun`: `equal` with the tokens of one go, `anew` with others.
         own_process: whether each training needs a new process, because its libraries read the environment once.
         stock: settings with which it runs its own model.
     """

@@ -60,10 +60,7 @@ class Output(NamedTuple):
 
 
 class ResidentEngine(ABC):
-    """Holds one policy: nothing, then `expect`, `write` once or more, `finish`, until it sleeps or expects another.
-
-    `product`: what messages call it.
-    """
+    """Holds one policy: nothing, then `expect`, `write` once or more, `finish`, until it sleeps or expects another."""
 
     product: ClassVar[str]
 

@@ -1,11 +1,9 @@
 """Where vLLM and SGLang keep the tensors that a trainer ships.
 
 The engines' names differ from those of a checkpoint by the fused ones alone: q, k and v, gate and up are rows of one.
-vLLM's experts of a layer are two parameters [experts, rows, columns], w13 with gate above up, and w2 with down. Their
-rows are counted through all experts. Tensors of scales are laid out as their codes are, one row a tile.
-
-The aligned model has heads and columns of zeros where a part is not made of whole tiles of block FP8
-(`architecture.with_whole_tiles`). The worker writes them.
+vLLM's experts of a layer are two parameters [experts, rows, columns], w13 with gate above up, and w2 with down.
+Tensors of scales are laid out as their codes are, one row a tile. The aligned model has zeros where a part is not made
+of whole tiles of block FP8 (`architecture.with_whole_tiles`).
 
 GPUs that share a layer of vLLM (tensor parallelism) each hold rows of every part of a fused parameter, and of the
 vocabulary. Of o_proj and down_proj they hold columns in vLLM's own models, and rows in the aligned model, so that one

@@ -4,11 +4,8 @@ Prompts enter in the order of the data and leave in it. A prompt of step n enter
 n - 1 - `max_staleness`; so no token that a step learns from is older. A tick is a token that each completion in flight
 wrote or could have.
 
-- `Stream.complete` is the first part of a step, under the newest policy: it ends when the prompts of the step are
-  complete. The others write with them, chunk by chunk; without chunks they wait for `run_ahead`.
-- `run_ahead` is beside the update, under the same policy: it ends when its chunks do, or all is complete.
-
-Then the next policy is loaded, and what is in flight goes on with it, its cache computed anew.
+`Stream.complete` is the first part of a step, under the newest policy, and `run_ahead` is beside the update. Then the
+next policy is loaded, and what is in flight goes on with it, its cache computed anew.
 """
 
 from collections import Counter, defaultdict
