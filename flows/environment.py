@@ -36,7 +36,7 @@ import os, runpy, signal, sys, threading
 threading.Thread(target=lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
 runpy.run_module("prefect", run_name="__main__", alter_sys=True)
 """
-_NO_TELEMETRY = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+NO_TELEMETRY = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 # No "Finished in state Completed()": the task's state shows it, and each log costs time in every step.
 _QUIET_TASKS = {"PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING"}
 _CLIENT_SETTINGS = {
@@ -58,20 +58,10 @@ def leave_working_directory_out() -> None:
     sys.path[:] = [place for place in sys.path if Path(place).absolute() != here or here == ours]
 
 
-def disable_telemetry() -> None:
-    set_variables({}, _NO_TELEMETRY)
-
-
 def search_last(folder: Path) -> None:
     """Find modules of the user's own (`uses: mine:score`) in a folder, after the standard library and all packages."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-
-
-def _quiet_prefect() -> None:
-    """Leave the terminal to our own lines; Prefect's log still reaches its server and its UI."""
-    logging.raiseExceptions = False
-    set_variables({}, _CLIENT_SETTINGS)
 
 
 def reach_this_machine() -> None:
@@ -107,8 +97,6 @@ def _new_login() -> str:
 
 def _guarded_server(login: str, origins: str) -> dict[str, str]:
     return {
-        # A user's own server may have a path before its API, where ours is not asked.
-        "PREFECT_SERVER_API_BASE_PATH": "",
         "PREFECT_SERVER_API_AUTH_STRING": login,
         "PREFECT_API_AUTH_STRING": login,
         "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origins,
@@ -131,7 +119,7 @@ class PrefectServer:
     def wait(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
         while not answers(f"{self.api}/health"):
-            if self._process.exit_code is not None or time.monotonic() > deadline:
+            if self._process.poll() is not None or time.monotonic() > deadline:
                 self._output.seek(0)
                 reason = last_words(self._output.read().decode(errors="replace"))
                 raise UserError(f"Prefect's server for this training did not start: {reason}; see PREFECT_HOME")
@@ -139,7 +127,8 @@ class PrefectServer:
 
     def stop(self) -> None:
         """End it and wait until it has stored what it received."""
-        self._process.end()
+        self._process.close_copy()
+        self._process.wait()
 
 
 def answers(url: str, seconds: float = 5.0) -> bool:
@@ -151,10 +140,7 @@ def answers(url: str, seconds: float = 5.0) -> bool:
 
 
 def bound_mlflow_requests() -> None:
-    """A request to MLflow takes twenty seconds at most, and is made once.
-
-    MLflow by itself repeats a request for minutes, and after a lost answer creates the same run twice.
-    """
+    """Once and for twenty seconds at most: MLflow repeats a request for minutes, and may create a run twice."""
     requests = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     # The console names the run's page itself, once.
     set_variables({}, {**requests, "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"})
@@ -163,11 +149,12 @@ def bound_mlflow_requests() -> None:
 def prepare_prefect(flow: str) -> None:
     """Reach the configured Prefect server, or start one for this process, before Prefect is imported.
 
-    `flow` is the module that will use it. It is imported while a server starts, which takes as long. Raises UserError:
-    the configured server does not answer, or the own one does not start.
+    The module `flow` is imported meanwhile. Raises UserError: the server does not answer, or does not start.
     """
     make_prefect_home()
-    _quiet_prefect()
+    # The terminal is left to our own lines; Prefect's log still reaches its server and its UI.
+    logging.raiseExceptions = False
+    set_variables({}, _CLIENT_SETTINGS)
     reach_this_machine()
     # Imported here, because Prefect reads its settings once, when it is imported.
     from prefect.context import refresh_global_settings_context
@@ -212,9 +199,8 @@ def _refuse_silence() -> None:
             )
 
 
-def names_tracking_store() -> bool:
-    """True if a store is named for MLflow here; told without MLflow, which takes seconds to import."""
-    return "MLFLOW_TRACKING_URI" in os.environ
+def is_set(variable: str) -> bool:
+    return variable in os.environ
 
 
 def set_engine_variables(config: "RunConfig") -> None:
@@ -254,7 +240,7 @@ def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict
         **SERVER_SETTINGS,
         # A worker looks for runs more often than once in 15 seconds.
         "PREFECT_WORKER_QUERY_SECONDS": "2",
-        **_NO_TELEMETRY,
+        **NO_TELEMETRY,
         # `prefect deployment run --watch` prints the log as it comes, and stops three seconds after the end.
         "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
         "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
@@ -273,8 +259,3 @@ def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def mlflow_has_database() -> bool:
-    """True if MLFLOW_BACKEND_STORE_URI, which `mlflow server` reads itself, names the server's database."""
-    return "MLFLOW_BACKEND_STORE_URI" in os.environ

@@ -14,8 +14,7 @@ from pydantic import Field
 from flows.environment import bound_mlflow_requests
 from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, parted, problems, questions, refuse, variants
 from flows.launch import long_part, say
-from flows.orchestration import failed, prepare_logs
-from flows.parameters import FlowOverrides
+from flows.orchestration import FlowOverrides, failed, prepare_logs
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
 from flows.training_pages import artifact_key, show_markdown

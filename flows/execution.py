@@ -44,7 +44,6 @@ class FlowExecution(Execution):
         self._began, self._intervals = 0.0, list[Interval]()
 
     def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
-
         def timed() -> T:
             began = time.perf_counter()
             result = body()
@@ -122,12 +121,6 @@ class FlowExecution(Execution):
         self._began, self._intervals = time.perf_counter(), []
         self._pages.begin_step(index, self._last)
         self._last = []
-
-    def lost(self, run: RunContext, error: Exception) -> None:
-        # A scheduler sends SIGTERM to every process of a job: some may end before this step has.
-        if self._stop.requested:
-            run.console.note(f"stopped without this step: {error}")
-            self._stop.carry_out()
 
     def written(self, run: RunContext) -> None:
         self._session.publisher.wake()

@@ -1,8 +1,4 @@
-"""The training flow: warm start, then iterations of the declared DAG until the configured number of steps.
-
-fp8-grpo run tiny                             this function, in this process
-prefect deployment run fp8-grpo/tiny          this function, from a worker
-"""
+"""The training flow: warm start, then iterations of the declared DAG until the configured number of steps."""
 
 import json
 import sys
@@ -17,8 +13,7 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, kernel_folders, set_engine_variables
 from flows.execution import FlowExecution
-from flows.orchestration import LoggedLines, failed, prepare_logs
-from flows.parameters import FlowOverrides, RunName
+from flows.orchestration import FlowOverrides, LoggedLines, RunName, failed, prepare_logs
 from flows.run_lookup import load_settings
 from flows.termination import stop_on_sigterm
 from flows.tracking.session import Session, open_session
@@ -157,10 +152,7 @@ def finish(session: Session, console: Console) -> dict[str, Any]:
 
 
 def pause(reason: str) -> State[Any]:
-    """The state of a flow run that a user continues by its name.
-
-    Raises Pause: the flow run came from a deployment, where it is suspended now: resumed, it goes to a worker again.
-    """
+    """The state of a flow run that a user continues. Raises Pause: that of a deployment is suspended now."""
     if runtime.deployment.id is None:
         return Paused(message=reason)
     state: State[Any] = Suspended(message=reason)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from flows.environment import names_tracking_store, prepare_prefect
+from flows.environment import is_set, prepare_prefect
 from flows.termination import ExitCode
 from flows.tracking.record import read_record
 from fp8core.errors import first_line, printable, printable_lines
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 
 def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
-    """Run the flow, which finds `config` from `parameters`, to its end; returns the exit code.
+    """Run the flow, which finds `config` from `parameters`, to its end; returns the exit code, raises UserError.
 
-    `resume`, the command that continues the run, is shown after a stop. Raises UserError: the run is refused, or
-    Prefect's server does not answer.
+    `resume`, the command that continues the run, is shown after a stop.
     """
     from fp8core.freed_memory import keep_freed_memory
     from fp8core.run.build import wants_gpus
@@ -53,13 +52,12 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
 
 def refuse_silent_store(config: "RunConfig") -> None:
     """Raises UserError: a run that MLflow does not know yet names a server that does not answer."""
-    named = config.tracking.uri is not None or names_tracking_store()
-    if not named or read_record(config.runs / str(config.run)) is not None:
-        return
-    # MLflow takes seconds to import, which otherwise pass while Prefect starts.
-    from flows.tracking.store import refuse_silence
+    named = config.tracking.uri is not None or is_set("MLFLOW_TRACKING_URI")
+    if named and read_record(config.runs / str(config.run)) is None:
+        # MLflow takes seconds to import, which otherwise pass while Prefect starts.
+        from flows.tracking.store import refuse_silence
 
-    refuse_silence(config.tracking.uri)
+        refuse_silence(config.tracking.uri)
 
 
 def say(text: object, file: TextIO | None = None) -> None:

@@ -1,19 +1,24 @@
-"""Logs of the flows, and states of a flow run that has no result."""
+"""Types of the flows' parameters, logs of the flows, and states of a flow run that has no result."""
 
 import logging
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 from prefect import get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.exceptions import CancelledRun, FailedRun
-from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Failed
+from pydantic import Field, WithJsonSchema
 from rich.text import Text
 
+from fp8core.config.run import RUN_NAME
 from fp8core.errors import printable_lines
 
-# Attribute of log records whose text this process prints by itself.
-_PRINTED = "fp8_grpo_printed"
+FlowOverrides = Annotated[
+    dict[str, Any] | list[str] | None, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
+]
+"""Overrides of a flow, which a server takes as a mapping."""
+RunName = Annotated[str, Field(max_length=120, pattern=RUN_NAME)]
+ParityName = Annotated[RunName, Field(max_length=80)]
 
 
 def prepare_logs() -> None:
@@ -39,14 +44,11 @@ class LoggedLines:
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._log, self._rest = file, get_run_logger(), ""
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, PrefectConsoleHandler):
-                handler.addFilter(lambda record: not hasattr(record, _PRINTED))
 
     def write(self, text: str) -> int:
         *lines, self._rest = f"{self._rest}{text}".split("\n")
         for line in filter(str.strip, lines):
-            self._log.info("%s", Text.from_ansi(line).plain, extra={_PRINTED: True})
+            self._log.info("%s", Text.from_ansi(line).plain)
         return self._file.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -61,10 +63,7 @@ def failed(reason: str, cause: BaseException | None = None) -> State[Any]:
 
 
 def unanswered(name: str, reason: str) -> State[Any]:
-    """The state of a flow run that did its work and has no answer for `reason`; the UI shows it by `name`.
-
-    Cancelled is final, grey in the UI, and no success to `--watch` or to automations.
-    """
+    """The state of a flow run that did its work and has no answer: final, grey in the UI, and no success."""
     shown = printable_lines(reason)
     get_run_logger().warning(shown)
     return Cancelled(name=name, message=shown)

@@ -14,8 +14,7 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.launch import say
-from flows.orchestration import failed, prepare_logs, unanswered
-from flows.parameters import FlowOverrides, ParityName
+from flows.orchestration import FlowOverrides, ParityName, failed, prepare_logs, unanswered
 from flows.parity_plan import ParityPlan, committed, record_of, refuse
 from flows.parity_training import train_one
 from flows.tracking.store import quiet_store_logs

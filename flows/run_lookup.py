@@ -33,10 +33,7 @@ def find_run(text: str) -> Path:
 
 
 def load_settings(config: str, overrides: Overrides) -> RunConfig:
-    """The configuration of a shipped name, of a file, or of the folder of a run that is continued as it was begun.
-
-    Raises UserError: as `load_config` and `reload_config`; or an override renames or moves a run that exists.
-    """
+    """The configuration of a shipped name, of a file, or of the folder of a run that is continued as it was begun."""
     from fp8core.store.layout import LEDGER
     from fp8core.store.ledger import LedgerView
     from fp8core.store.run_directory import read_description  # Imports torch.

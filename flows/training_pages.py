@@ -1,9 +1,8 @@
 """Pages of a training in Prefect beside its tasks: one for each step, and a link to MLflow.
 
-A step is a flow run below the training's, chained to what came before it. It is made through Prefect's client, one step
-ahead: `@flow` would ask the server ten times a step, while the training waits. One thread sends all requests. Nothing
-here fails a training. While the server is away, the tasks of a step belong to the training's own page, and one attempt
-in `PAUSE_SECONDS` finds its return.
+A step is a flow run below the training's. Prefect's client makes it one step ahead, in a thread: `@flow` would ask the
+server ten times a step, while the training waits. While the server is away, the tasks of a step belong to the
+training's own page, and one attempt in `PAUSE_SECONDS` finds its return.
 """
 
 import re

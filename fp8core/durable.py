@@ -1,10 +1,7 @@
 """Files that survive a kill or a power cut: whole files, files of lines, and their digests.
 
-`write_file` writes and fsyncs a temporary file in the target's folder, renames it over the target and fsyncs the
-folder. When it returns, the new content is durable; before that the previous content (or none) is.
-
-A file of lines only grows, and each line is durable before the next. A line counts once it ends with a newline. So only
-the last one can be torn: by a kill or a power cut in the middle of an append that was never acknowledged.
+`write_file` fsyncs a temporary file, renames it over the target and fsyncs the folder. A file of lines only grows, and
+each line is durable before the next. So only the last one can be torn.
 """
 
 import errno
@@ -16,7 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
@@ -40,14 +37,9 @@ def unwritable(path: Path, error: OSError) -> UserError:
 
 
 def why_not_written(error: Exception) -> str:
-    """The reason of a failed write without its path, and what helps; safetensors has the number in its text alone."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    if isinstance(error, OSError):
-        number, reason = error.errno, error.strerror or str(error)
-    else:
-        number = None if found is None else int(found[1])
-        reason = str(error) if number is None else os.strerror(number)
-    return f"{reason}; free space there, then go on" if number == errno.ENOSPC else reason
+    """The reason of a failed write without its path, and what helps; safetensors has it in its text alone."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return f"{reason}; free space there, then go on" if os.strerror(errno.ENOSPC) in reason else reason
 
 
 def sync_path(path: Path) -> None:
@@ -77,8 +69,6 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 def refuse_unwritable(folder: Path) -> None:
     """Raises UserError, as `make_folder` would, on a folder that cannot be made or written to. Leaves nothing."""
     found = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-    if not found.is_dir():
-        raise UserError(f"cannot create the folder {found}: {os.strerror(errno.EEXIST)}")
     try:
         # By its permissions root could write in /proc, too. Readers ignore this name, if we are killed here.
         os.rmdir(tempfile.mkdtemp(".partial", ".", found))
@@ -113,21 +103,17 @@ def _replaced(path: Path) -> Iterator[BinaryIO]:
 
 def ensure_file(path: Path, data: bytes) -> None:
     """Write `data` durably, unless the file holds it already. Raises UserError."""
-    try:
+    with suppress(OSError):  # Missing or unreadable: it is replaced, or the error is raised there.
         if path.read_bytes() == data:
             return
-    except OSError:
-        pass  # Missing or unreadable: it is replaced, or the error is raised there.
     write_file(path, data)
 
 
 def ensure_copy(path: Path, source: Path, digest: str) -> None:
     """Copy a file of this SHA-256 durably, in pieces, unless it is there already. Raises UserError with the path."""
-    try:
+    with suppress(OSError):
         if file_digest(path) == digest:
             return
-    except OSError:
-        pass
     with _replaced(path) as file, source.open("rb") as content:
         shutil.copyfileobj(content, file, _COPY_BLOCK)
 
@@ -142,19 +128,15 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder.rename(partial_folder(folder)))
 
 
-def sweep(folder: Path, unchanged_seconds: float = 0.0) -> list[Path]:
-    """Remove the temporary files that killed writers left under a folder; returns them sorted.
+def sweep(folder: Path, unchanged_seconds: float = 0.0) -> None:
+    """Remove the temporary files that killed writers left under a folder.
 
     `unchanged_seconds`: where living writers may be at work, since when a file must be as it is.
     """
     before = time.time() - unchanged_seconds
-    found = (
-        Path(parent) / name for parent, _, names in os.walk(folder) for name in names if _TEMPORARY.fullmatch(name)
-    )
-    left = sorted(path for path in found if path.stat().st_mtime <= before)
-    for path in left:
-        path.unlink()
-    return left
+    for path in folder.rglob(".*.tmp"):
+        if _TEMPORARY.fullmatch(path.name) and path.stat().st_mtime <= before:
+            path.unlink()
 
 
 def read_lines(path: Path) -> tuple[list[bytes], int]:

@@ -1,7 +1,6 @@
 """The exceptions for what people can correct, and the form in which text of others may be shown or stored.
 
-The message of an exception is a line that names the place and the cure. Text of others (verifiers, data, files,
-servers) may hold passwords in addresses, and characters that a terminal obeys.
+The message of an exception is a line that names the place and the cure.
 """
 
 import re

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fp8core.errors import UserError, described_error, meant
+from fp8core.errors import UserError, described_error
 
 
 class UserCode(NamedTuple):
@@ -38,7 +38,7 @@ def load_code(path: str, kind: str) -> UserCode:
     module, file, digest = _loaded(place)
     found = getattr(module, attribute, None)
     if not callable(found):
-        raise UserError(f"{place} has no {kind} {attribute}{meant(attribute, _defined_in(module))}")
+        raise UserError(f"{place} has no {kind} {attribute}")
     return UserCode(found, file, digest)
 
 
@@ -95,19 +95,16 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
     except UserError:  # One of ours, which lacks a library.
         raise
     except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
-        absent = isinstance(error, ModuleNotFoundError) and error.name == place
-        near = meant(place, [file.stem for file in Path().glob("*.py")]) if absent else ""
         lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
         where = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
-        raise UserError(f"{place} cannot be imported: {described_error(error)}{where}{near}") from error
+        raise UserError(f"{place} cannot be imported: {described_error(error)}{where}") from error
 
 
 def _source(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        near = meant(file.name, [other.name for other in file.parent.glob("*.py")])
-        raise UserError(f"{file} cannot be read: {error.strerror}{near}") from error
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def _digest(source: bytes) -> str:
@@ -142,13 +139,5 @@ def import_attribute(path: str, place: str) -> Any:
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
     if not hasattr(module, attribute):
-        raise UserError(f"{place}: module {module_name} has no {attribute}{meant(attribute, _defined_in(module))}")
+        raise UserError(f"{place}: module {module_name} has no {attribute}")
     return getattr(module, attribute)
-
-
-def _defined_in(module: ModuleType) -> list[str]:
-    return [
-        name
-        for name, found in vars(module).items()
-        if callable(found) and getattr(found, "__module__", None) == module.__name__
-    ]

@@ -138,23 +138,21 @@ def comparison_text(found: "Comparison") -> str:
     lines += [f"note           {difference}" for difference in found.notes]
     if found.last[0] != found.last[1]:
         lines.append("note           the last committed steps are {} and {}".format(*found.last))
-    return "\n".join([*lines, _verdict(found)])
-
-
-def _verdict(found: "Comparison") -> str:
     steps = f"steps {found.common[0]} to {found.common[-1]}"
     if found.equal:
-        return f"equal: {steps}"
-    if found.first_step is None:
-        return f"different: not in what {steps} computed"
-    return f"different: from step {found.first_step[0]} on"
+        verdict = f"equal: {steps}"
+    elif found.first_step is None:
+        verdict = f"different: not in what {steps} computed"
+    else:
+        verdict = f"different: from step {found.first_step[0]} on"
+    return "\n".join([*lines, verdict])
 
 
 def replay_steps(options: argparse.Namespace) -> int:
     from fp8core.report.console import Console
     from fp8core.run.replay import RunSnapshot, replay
 
-    folder, here, verdicts = find_run(options.run), Path.cwd(), []
+    folder, here = find_run(options.run), Path.cwd()
     enter_origin(folder)
     admit_code(folder, (), here, trust=options.trust)
     original = RunSnapshot.read(folder)
@@ -165,6 +163,7 @@ def replay_steps(options: argparse.Namespace) -> int:
         raise UserError(f"--from {first}: the last step is {last}")
     original.refuse_unknown(first)
     set_engine_variables(original.config(first))
+    verdicts = list["ReplayResult"]()
     for verdict in replay(original, range(first, last + 1), Console(sys.stderr, last)):
         say("\n".join(verdict_lines(verdict)))
         verdicts.append(verdict)

@@ -12,11 +12,12 @@ from io import TextIOWrapper
 from typing import NoReturn
 
 from flows.cli import audit, checkpoint, configuration, doctor, evaluate, parity, report, training, up
-from flows.environment import disable_telemetry, leave_working_directory_out
+from flows.environment import NO_TELEMETRY, leave_working_directory_out
 from flows.launch import stopped
 from flows.termination import ExitCode
 from fp8core.config.section import suggestion
 from fp8core.errors import StoredFileError, UserError
+from fp8core.processes.variables import set_variables
 
 # In the order of the help.
 _SUBJECTS = (training, configuration, doctor, checkpoint, evaluate, audit, report, parity, up)
@@ -25,7 +26,7 @@ _SUBJECTS = (training, configuration, doctor, checkpoint, evaluate, audit, repor
 def call(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code. Mistakes of the user are one line on stderr."""
     leave_working_directory_out()
-    disable_telemetry()
+    set_variables({}, NO_TELEMETRY)
     if isinstance(sys.stdout, TextIOWrapper):
         # Print `\u0416` for a character that its encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -66,13 +67,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
     parser.add_argument("--version", action="version", version=f"fp8-grpo {version('fp8-grpo')}")
-    commands = parser.add_subparsers(metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for subject in _SUBJECTS:
         subject.add_commands(commands)
-
-    def show_help(options: argparse.Namespace) -> int:
-        parser.print_help(sys.stderr)
-        return ExitCode.MISTAKE
-
-    parser.set_defaults(command=show_help)
     return parser

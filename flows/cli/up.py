@@ -20,8 +20,8 @@ import yaml
 
 from flows.environment import (
     answers,
+    is_set,
     make_prefect_home,
-    mlflow_has_database,
     prefect_login,
     reach_this_machine,
     service_environment,
@@ -225,7 +225,7 @@ def _mlflow_server(port: int, runs: Path) -> list[str]:
     quiet_store_logs()
     # Artifacts lie where a training without a server puts them: a run may go on with a server or without.
     places = ["--default-artifact-root", artifact_root(runs), "--no-serve-artifacts"]
-    if not mlflow_has_database():
+    if not is_set("MLFLOW_BACKEND_STORE_URI"):
         store = default_tracking_uri(runs)
         prepare_store(store, runs)
         places += ["--backend-store-uri", store]
@@ -236,11 +236,13 @@ def _serve(services: Services, api: str, login: str, environment: Mapping[str, s
     """Make the pools, deploy, and start a worker for each pool that this machine can serve; returns those."""
     import torch
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.actions import WorkPoolCreate
 
     with SyncPrefectClient(api, auth_string=login) as client:
         served = [CPU, GPU] if torch.cuda.is_available() else [CPU]
         for pool in (CPU, GPU):
-            _make_pool(client, pool)
+            made = WorkPoolCreate(name=pool, type="process", is_paused=False, concurrency_limit=1)
+            client.create_work_pool(made, overwrite=True)
         _deploy(client, environment)
         services.pause_pools = partial(_pause, api, login, served)
         for pool in served:
@@ -250,15 +252,6 @@ def _serve(services: Services, api: str, login: str, environment: Mapping[str, s
             arguments = [*installed("prefect"), "worker", "start", *options]
             services.workers.append(services.start(f"worker of {pool}", arguments, partial(_is_online, client, pool)))
     return served
-
-
-def _make_pool(client: "SyncPrefectClient", pool: str) -> None:
-    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
-    from prefect.exceptions import ObjectAlreadyExists
-
-    with contextlib.suppress(ObjectAlreadyExists):
-        client.create_work_pool(WorkPoolCreate(name=pool, type="process", concurrency_limit=1))
-    client.update_work_pool(pool, WorkPoolUpdate(is_paused=False, concurrency_limit=1))
 
 
 def _pause(api: str, login: str, pools: Sequence[str]) -> None:

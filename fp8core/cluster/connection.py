@@ -5,8 +5,6 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -25,13 +23,13 @@ _CONNECT_SECONDS = 5.0
 _joined: str | None = None
 
 
-def connect(settings: ClusterConfig, tensor_parallel: int, option: str | None = None) -> None:
+def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
     """Connect to the cluster, or start one here; a connection that `ask_node` left serves again."""
     global _joined
     # Its own lines would stand between ours; what ends a member is in our error.
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     own = settings.address is None
-    named = f"cluster.address={settings.address}" if option is None else f"{option} {settings.address}"
+    named = f"cluster.address={settings.address}"
     if settings.address not in (None, "auto"):
         _refuse_silence(settings.address, named)
     if ray.is_initialized():
@@ -41,30 +39,23 @@ def connect(settings: ClusterConfig, tensor_parallel: int, option: str | None = 
     # Of a cluster of our own: as many places as are asked for, since none of them computes while others do.
     wanted = sum(settings.bundles(tensor_parallel))
     places: dict[str, Any] = {"num_cpus": max(wanted, os.cpu_count() or 1)} if own else {}
+    # Ray replaces the answer to SIGTERM, and would end the process with code 1.
+    sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        with _own_sigterm():
-            ray.init(
-                address=settings.address or "local",
-                include_dashboard=False if own else None,
-                log_to_driver=False,
-                configure_logging=False,
-                **places,
-            )
+        ray.init(
+            address=settings.address or "local",
+            include_dashboard=False if own else None,
+            log_to_driver=False,
+            configure_logging=False,
+            **places,
+        )
     except Exception as error:
         # Ray raises what its parts do: RPC errors, assertions, RuntimeError.
         raise UserError(f"{named}: {' '.join(str(error).split())[:300]}") from error
-    _joined = settings.address
-
-
-@contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Keep this process's answer to SIGTERM: Ray replaces it, and would end the process with code 1."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, sigterm)
+    _joined = settings.address
 
 
 def _refuse_silence(address: str, named: str) -> None:
@@ -100,11 +91,9 @@ def _told(cluster: str, job: str, unit: str, seconds: float, packages: tuple[str
     )
     try:
         found: Node = ray.get(ask.remote(packages), timeout=seconds)
-    except RayTaskError as error:
-        why = last_line(str(error))
-        raise UserError(f"cluster: {node['NodeManagerAddress']} cannot run this program: {why}") from error
     except RayError as error:
-        raise UserError(f"cluster: {node['NodeManagerAddress']}: {first_line(error)}") from error
+        why = last_line(str(error)) if isinstance(error, RayTaskError) else first_line(error)
+        raise UserError(f"cluster: {node['NodeManagerAddress']} cannot run this program: {why}") from error
     return found
 
 

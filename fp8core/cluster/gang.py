@@ -3,7 +3,6 @@
 Nothing restarts by itself. A process, GPU or node that is gone is one error, and the caller replaces the whole gang.
 """
 
-import platform
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -66,8 +65,7 @@ class Gang:
 
         `unit`: that of a gang that was lost, whose nodes may come back while the members wait for their places.
 
-        Raises UserError: nothing answers at the address; there are too few GPUs, or none is free in time; a node has
-        other code; or a process ended before it answered.
+        Raises UserError: nothing answers, too few GPUs are free in time, a node has other code, or a process ended.
         """
         self._group: Any = None
         self._all: list[Handle] = []
@@ -112,7 +110,7 @@ class Gang:
                 found[ref] = self.value(pending.pop(ref), ref)
             except Exception as error:
                 if isinstance(error, MemberLost):
-                    # What others raised before came of it.
+                    # Earlier errors of others are consequences of it.
                     self._end_members(error)
                     raise
                 failures.append(error)
@@ -135,16 +133,12 @@ class Gang:
             return ray.get(ref)
         except RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, EngineLost):
-                raise MemberLost(f"{member.name}: {_where(member)}: {cause}") from None
+            if isinstance(cause, EngineLost | torch.AcceleratorError | DistBackendError | DistNetworkError):
+                raise MemberLost(f"{member.name}: {_where(member)}: {first_line(cause)}") from None
             # Errors of ours, and those of files, are for people or for callers; others of libraries are not expected.
             files = isinstance(cause, OSError) and not isinstance(cause, ConnectionError)
             if type(cause).__module__.startswith("fp8core.") or isinstance(cause, ValueError) or files:
                 raise cause from None
-            if isinstance(cause, torch.AcceleratorError):
-                raise MemberLost(f"{member.name}: {_where(member)}: the GPU failed: {first_line(cause)}") from None
-            if isinstance(cause, DistBackendError | DistNetworkError):
-                raise MemberLost(f"{member.name}: {_where(member)}: NCCL failed: {first_line(cause)}") from None
             text = str(error).strip()
             raise MemberFailed(f"{member.name} failed: {last_line(text)}\n{text}") from None
         except RayActorError as error:
@@ -244,12 +238,10 @@ class Gang:
 
 
 def check_places(members: Sequence[Handle]) -> None:
-    """Raises UserError: a member has another Python, other code or another library than this process or a member."""
-    expected = {"code": current_code()[:12], "Python": platform.python_version()}
-    holders = {what: ("this process", has) for what, has in expected.items()}
+    """Raises UserError: a member has other code or another library than this process or a member."""
+    holders = {"code": ("this process", current_code()[:12])}
     for member in members:
-        place = member.place
-        for what, has in {"code": place.code[:12], "Python": place.python, **place.versions}.items():
+        for what, has in {"code": member.place.code[:12], **member.place.versions}.items():
             other, theirs = holders.setdefault(what, (_where(member), has))
             if has != theirs:
                 raise UserError(f"cluster: {_where(member)} has {what} {has}, {other} has {theirs}")

@@ -5,9 +5,8 @@ Transformer Engine when a part is built.
 """
 
 import os
-import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,6 @@ class HostProcess:
     address: str
     gpu: str | None
     pid: int
-    python: str
     code: str
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -40,7 +38,6 @@ class Member:
         sys.path += [folder for folder in folders if folder not in sys.path]
         self._parts: dict[str, Any] = {}
         self._threads = threads
-        self._items: Iterator[Any] = iter(())
 
     def place(self) -> HostProcess:
         import ray
@@ -54,7 +51,6 @@ class Member:
             address=ray.util.get_node_ip_address(),
             gpu=gpus[0] if gpus else None,
             pid=os.getpid(),
-            python=platform.python_version(),
             code=current_code(),
             versions={name: version for name, version in versions.items() if version is not None},
         )
@@ -77,16 +73,6 @@ class Member:
 
     def hand(self, key: str, method: str, part: str, *arguments: Any) -> Any:
         return getattr(self._parts[key], method)(self._parts[part], *arguments)
-
-    def begin(self, key: str, method: str, *arguments: Any) -> None:
-        self._items = self.call(key, method, *arguments)
-
-    def advance(self) -> Any:
-        """The next item of the generator that is not empty; None: it has ended."""
-        return next(filter(None, self._items), None)
-
-    def end(self) -> None:
-        self._items = iter(())
 
     def drop(self, key: str) -> None:
         """Close a part and forget it; unknown keys are ignored."""

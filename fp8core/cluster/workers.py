@@ -6,7 +6,7 @@ Weights go from rank 0 to all engines at once, and every engine's read-back is c
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import ray
 
@@ -25,7 +25,7 @@ from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.user_loss import shared_loss
-from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport, generated
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.store.artifacts import ArtifactStore, Ref
@@ -209,25 +209,7 @@ class ReplicatedEngine:
         return agreed(self._members, "other formats", self._gang.gather(self._ask("describe")))
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        shares = zip(self._members, shard_prompts(groups, len(self._members)), strict=True)
-        working = {member: share for member, share in shares if share}
-        self._gang.gather(
-            [m.send("begin", self._key, "call", "generate", share, sampling) for m, share in working.items()]
-        )
-        waiting = {call.ref: call.member for m in working for call in [m.send("advance") for _ in range(_AHEAD)]}
-        try:
-            while waiting:
-                ended = self._gang.first_ended(waiting)
-                member = waiting.pop(ended)
-                (completions,) = self._gang.gather([Call(member, ended)])
-                if completions is not None:
-                    call = member.send("advance")
-                    waiting[call.ref] = member
-                    yield completions
-        finally:
-            # Requests that still run would keep an engine from its next policy.
-            if self._gang.alive:
-                self._gang.gather([member.send("end") for member in set(waiting.values())])
+        yield from generated(self.open_session(sampling), groups)
 
     def open_session(self, sampling: Sampling) -> "ReplicatedSession":
         self._gang.gather(self._calls("open_session", sampling))
@@ -255,7 +237,7 @@ class ReplicatedSession:
 
     def __init__(self, gang: Gang, key: str) -> None:
         self._gang, self._key, self._members = gang, key, gang.engines
-        self._waiting = dict[Any, Handle]()
+        self._waiting, self._places = dict[Any, Handle](), dict[int, int]()
         self._in_flight = [0] * len(gang.engines)
 
     @property
@@ -264,9 +246,13 @@ class ReplicatedSession:
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
         """As `Session.add`; a request that is refused is raised by a later `step`."""
-        for i, member in enumerate(self._members):
-            if share := [group for group in groups if group.group % len(self._members) == i]:
-                self._in_flight[i] += sum(len(group.samples) for group in share)
+        shares: list[list[PromptGroup]] = [[] for _ in self._members]
+        for group in groups:
+            i = self._places.setdefault(group.group, self._in_flight.index(min(self._in_flight)))
+            shares[i].append(group)
+            self._in_flight[i] += len(group.samples)
+        for member, share in zip(self._members, shares, strict=True):
+            if share:
                 self._send(member, "add", share)
 
     def step(self) -> list[Completion]:
@@ -290,21 +276,15 @@ class ReplicatedSession:
         self._waiting[call.ref] = member
 
 
-def shard_prompts(groups: Sequence[PromptGroup], engines: int) -> list[list[PromptGroup]]:
-    return [list(groups[first::engines]) for first in range(engines)]
-
-
 class RemoteSft:
     def __init__(self, gang: Gang, key: str) -> None:
         self._gang, self._key = gang, key
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
-        found: float = self._call("sft_step", batch, learning_rate)
-        return found
+        return cast(float, self._call("sft_step", batch, learning_rate))
 
     def store_weights(self, store: ArtifactStore) -> Ref:
-        found: Ref = self._call("store_weights", store)
-        return found
+        return cast(Ref, self._call("store_weights", store))
 
     def close(self) -> None:
         if self._gang.alive:
@@ -323,15 +303,13 @@ class RankedTrainer:
         self._numbers = count()
         self.version = 0
         # With Megatron no rank reads all tensors.
-        self.start_digest = digest_of({name: tensor for read in self._each("read") for name, tensor in read.items()})
+        self.start_digest = digest_of({name: tensor for read in self._by_all("read") for name, tensor in read.items()})
 
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
-        found: ScoredBatch = self._call("logprobs", batch, temperature, scales)
-        return found
+        return cast(ScoredBatch, self._call("logprobs", batch, temperature, scales))
 
     def statistics(self, batch: TokenBatch) -> KvStatistics:
-        found: KvStatistics = self._call("statistics", batch)
-        return found
+        return cast(KvStatistics, self._call("statistics", batch))
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> TrainReport:
         return self._learnt(self._by_all("step", batch, temperature, scales))
@@ -354,8 +332,9 @@ class RankedTrainer:
         self, kept: str, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]
     ) -> ScoredBatch:
         shared = [ray.put(each) for each in (batch, temperature, scales)]
-        found: ScoredBatch = self._gang.call_all(self._gang.ranks, "hand", self._key, "logprobs_of", kept, *shared)[0]
-        return found
+        return cast(
+            ScoredBatch, self._gang.call_all(self._gang.ranks, "hand", self._key, "logprobs_of", kept, *shared)[0]
+        )
 
     def _learnt(self, reports: Sequence[TrainReport]) -> TrainReport:
         report = reports[0]
@@ -364,18 +343,17 @@ class RankedTrainer:
         return report
 
     def describe(self) -> dict[str, object]:
-        found: dict[str, object] = self._call("describe")
-        return found
+        return cast("dict[str, object]", self._call("describe"))
 
     def export(self) -> RemoteWeights:
-        exported = self._each("export")
+        exported = self._by_all("export")
         weights = RemoteWeights(exported, self._key)
         digests = [weights.digest() if found is None else found.digest for found in exported]
         agreed(self._gang.ranks, "other exported weights", digests)
         return weights
 
     def digest(self) -> str:
-        digests: list[str] = self._each("digest")
+        digests: list[str] = self._by_all("digest")
         return agreed(self._gang.ranks, "other weights", digests)
 
     def save(self, folder: Path) -> None:
@@ -386,7 +364,7 @@ class RankedTrainer:
 
     def load(self, folder: Path) -> None:
         self._call("load", folder)
-        self.version = self._each("version")[0]
+        self.version = self._by_all("version")[0]
 
     def rest(self) -> None:
         self._call("rest")
@@ -397,9 +375,6 @@ class RankedTrainer:
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._by_all("call", method, *arguments)[0]
-
-    def _each(self, method: str) -> list[Any]:
-        return self._gang.call_all(self._gang.ranks, "call", self._key, method)
 
     def _by_all(self, method: str, *arguments: Any) -> list[Any]:
         shared = [ray.put(each) for each in arguments]

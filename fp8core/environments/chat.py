@@ -1,7 +1,7 @@
 """Conversations as tokens: the policy's stand as it drew them, and those of its environment are encoded once.
 
-With a chat template an observation is the difference of two renderings: of the conversation up to where the policy
-spoke, and with the environment's answer. The first must be a prefix of the second, but for what the template has begun
+With a chat template an observation is the difference of two renderings: up to where the policy spoke, and with the
+environment's answer. The first must be a prefix of the second, but for what the template has begun
 of the policy's turn (`<think>`). A mark stands for each turn of the policy in both: its text is never rewritten, nor
 decoded and encoded again. Control tokens come from the template alone (`Tokenizer.plain_pieces`).
 
@@ -9,7 +9,7 @@ Without a chat template messages follow one another, and `=` precedes each obser
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 from fp8core.config.environment import EnvironmentConfig
@@ -45,13 +45,13 @@ def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
     )
 
 
+@dataclass(frozen=True)
 class Talk:
-    def __init__(
-        self, tokenizer: Tokenizer, tool_calls: str, arguments: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        """`tool_calls`: of `parse_calls`; `arguments`: of the chat template (`data.template_arguments`)."""
-        self.tokenizer, self.tool_calls = tokenizer, tool_calls
-        self.arguments = arguments
+    """`tool_calls`: a form of `parse_calls`; `arguments`: of the chat template (`data.template_arguments`)."""
+
+    tokenizer: Tokenizer
+    tool_calls: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: RunConfig, tokenizer: Tokenizer) -> "Talk":

@@ -1,8 +1,7 @@
 """A Python interpreter for code of the policy, in `bubblewrap` or in a container of the user's (interpreter.py).
 
 In bubblewrap the code has no network, no process but those that it starts, and none of our variables. It reads Python,
-installed packages and system files, and no other file. Limits hold for time, memory of a process and output; processes
-are counted ten times a second. Code can make its own answers up; no reward depends on them.
+installed packages and system files, and no other file. Code can make its own answers up; no reward depends on them.
 """
 
 import contextlib

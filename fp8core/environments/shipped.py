@@ -148,11 +148,7 @@ class _Expression:
 
 
 class Python(_OneTool):
-    """`python(code)`, in bubblewrap (sandbox.py).
-
-    The code sees what earlier calls have defined. The answer is what it printed, the value of an expression at its end,
-    and the line of an error. A call that takes too long ends its interpreter, and the next one begins without names.
-    """
+    """`python(code)`: what it printed, the value of its last line, or an error; it sees names of earlier calls."""
 
     TOOL = Tool(
         "python",

@@ -17,7 +17,7 @@ from threading import Thread
 from typing import IO
 
 
-class TiedProcess:
+class TiedProcess(subprocess.Popen[bytes]):
     """A child with a session of its own, whose standard input is a pipe that ends with this process."""
 
     def __init__(
@@ -28,7 +28,7 @@ class TiedProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start Python with `arguments`; the child has the open `files` by the same numbers."""
-        self._process = subprocess.Popen(
+        super().__init__(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=output,
@@ -40,30 +40,14 @@ class TiedProcess:
         )
         _held.add(self)
 
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.poll()
-
-    def wait(self, seconds: float | None = None) -> int:
-        """The exit code. Raises subprocess.TimeoutExpired after `seconds`."""
-        return self._process.wait(seconds)
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def end(self) -> None:
-        """Let the child read the end of the file, and wait for it; a second call does nothing."""
-        self.close_copy()
-        self._process.wait()
-
     def close_copy(self) -> None:
-        """Close the pipe, or a copy of it, without a word to the child, and wait for nothing."""
-        assert self._process.stdin is not None, "it was started with a pipe"
-        self._process.stdin.close()
+        """Close the pipe, or a copy of it, and wait for nothing."""
+        assert self.stdin is not None, "it was started with a pipe"
+        self.stdin.close()
 
 
 def installed(package: str) -> list[str]:
-    """Arguments of Python to run a package as its command would: libraries on PYTHONPATH bring no commands."""
+    """Arguments of Python to run a package or module, and none of the same name in the working directory."""
     return ["-P", "-m", package]
 
 

@@ -1,16 +1,14 @@
 r"""Strict integers in GSM8K's format: `#### 18` on the last line.
 
-The answer is the text after the last `####`, to the end of that line. In a completion that was cut off it counts only
-when the line had ended, for digits may be missing. One number in ASCII digits stands there, with a sign, a currency or
-a percent sign at most. Markup may stand around it: `**18**`, `$18$`, `\boxed{18}`, `18</answer>`. Words may not: `18
-million` is another number.
+The answer is one number after the last `####`, in ASCII digits, with a sign, a currency or a percent sign at most.
+Markup may stand around it: `**18**`, `$18$`, `\boxed{18}`, `18</answer>`. Words may not: `18 million` differs.
 """
 
 import re
 
 from fp8core.errors import UserError
 from fp8core.rewards.final_answer import MARKER, Unreadable, plain_answer
-from fp8core.rewards.scorer import RIGHT, Verdict, unparsed, wrong
+from fp8core.rewards.scorer import RIGHT, Scorer, Verdict, unparsed, wrong
 
 MAX_CHARACTERS, MAX_DIGITS = 256, 40
 
@@ -25,8 +23,8 @@ _NUMBER = re.compile(
 )
 
 
-class IntegerVerifier:
-    """Right when the completion's answer is the integer of the reference; see `Scorer`."""
+class IntegerVerifier(Scorer):
+    """Right when the completion's answer is the integer of the reference."""
 
     def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         expected = reference_integer(reference, prompt)

@@ -16,7 +16,7 @@ from sympy.core.cache import clear_cache
 from fp8core.errors import UserError, described_error
 from fp8core.rewards.final_answer import MARKER, Unreadable, final_answer, plain_answer
 from fp8core.rewards.integer import read_number
-from fp8core.rewards.scorer import RIGHT, Verdict, crashed, unparsed, wrong
+from fp8core.rewards.scorer import RIGHT, Scorer, Verdict, crashed, unparsed, wrong
 
 _SHOWN_CHARACTERS = 80
 # Warns once that no time limit is set: the process has one.
@@ -39,7 +39,7 @@ class Reference(NamedTuple):
     parsed: list[object]
 
 
-class MathScorer:
+class MathScorer(Scorer):
     def __init__(self) -> None:
         # First calls build tables that take longer than an answer.
         for answer, reference in _FIRST:

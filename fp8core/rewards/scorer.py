@@ -6,10 +6,11 @@ Imported by the processes of pools, hence free of everything heavy.
 import inspect
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from fp8core.errors import InvalidReply, UserError, described_error, whole_characters
 from fp8core.processes.pool import Service
@@ -80,19 +81,19 @@ class Answer(NamedTuple):
     columns: str = ""
 
 
-class Scorer(Protocol):
+class Scorer(ABC):
     """Scores completions one at a time, without state."""
 
+    @abstractmethod
     def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         """Raises UserError as `check` does."""
-        ...
 
     def check(self, prompt: str, reference: str) -> None:
-        """Raises UserError on a reference that is no answer: the data's mistake."""
-        ...
+        """Raises UserError on a reference that is no answer: the data's mistake. By itself a scorer takes any."""
+        return
 
 
-class FunctionScorer:
+class FunctionScorer(Scorer):
     """A function of the user's own: `score(prompt, completion, reference, finish, **options)`.
 
     One with a parameter `columns` gets the row's other columns there, as a dict.
@@ -125,9 +126,6 @@ class FunctionScorer:
         if value == RIGHT.score:
             return RIGHT
         return Verdict(value, "right" if value > RIGHT.score else "wrong", f"reward {value:g}")
-
-    def check(self, prompt: str, reference: str) -> None:
-        """Accept any reference: only the function defines what it must be."""
 
 
 class ScorerHandler:

@@ -5,7 +5,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 
 from pydantic import JsonValue
@@ -20,8 +19,8 @@ MARKER = "#"
 _NUMBER = re.compile(r"[0-9]{1,3}")
 
 
-class ChainVerifier:
-    """Right when a finished completion's text after the last `#` is the reference to the digit; see Scorer."""
+class ChainVerifier(Scorer):
+    """Right when a finished completion's text after the last `#` is the reference to the digit."""
 
     def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         self.check(prompt, reference)
@@ -40,7 +39,7 @@ class ChainVerifier:
             raise UserError(f"the reference of {prompt[:60]!r} is {reference[:60]!r}, not one to three digits")
 
 
-class FormatVerifier:
+class FormatVerifier(Scorer):
     def __init__(self, tags: Sequence[str]) -> None:
         self._tags = tags
 
@@ -56,9 +55,6 @@ class FormatVerifier:
         while tag := next((tag for tag in self._tags if rest.endswith(tag)), ""):
             found, rest = tag + found, rest.removesuffix(tag).rstrip()
         return found
-
-    def check(self, prompt: str, reference: str) -> None:
-        """Any reference will do."""
 
 
 class Verifier(ABC):
@@ -121,11 +117,7 @@ Request = tuple[str, ...]
 
 
 class VerifierPool(Verifier):
-    """Processes that serve one scorer, each with a thread that waits for it. Safe for threads.
-
-    They check finished groups while the engine generates others. Equal answers are checked once. Results are dropped
-    when `verify` returns: nothing that a record depends on lives here.
-    """
+    """Processes that serve one scorer while the engine generates. Equal answers are checked once. Safe for threads."""
 
     def __init__(self, key: str, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int) -> None:
         self._setting = f"{key}={name}"
@@ -225,16 +217,10 @@ class WeightedVerifiers(Verifier):
 
 def build_verifier(config: RewardConfig) -> Verifier:
     """Raises UserError: what a verifier needs is not installed, or a function cannot be imported, or be called so."""
-    with ExitStack() as started:
-        main = _one_verifier(config, "reward.verifier")
-        started.callback(main.close)
-        others: list[tuple[str, float, Verifier]] = []
-        for other in config.others:
-            named = config.model_copy(update={"verifier": other.verifier, "options": other.options})
-            verifier = _one_verifier(named, f"reward.others.{other.name}.verifier")
-            started.callback(verifier.close)
-            others.append((other.name, other.weight, verifier))
-        started.pop_all()
+    main, others = _one_verifier(config, "reward.verifier"), list[tuple[str, float, Verifier]]()
+    for other in config.others:
+        named = config.model_copy(update={"verifier": other.verifier, "options": other.options})
+        others.append((other.name, other.weight, _one_verifier(named, f"reward.others.{other.name}.verifier")))
     return WeightedVerifiers(main, others) if others else main
 
 

@@ -38,9 +38,6 @@ class Execution:
     def before_step(self, run: RunContext, index: int) -> None:
         """Iteration `index` is next; may raise to stop the training."""
 
-    def lost(self, run: RunContext, error: Exception) -> None:
-        """A process has ended, the reason of the error; may raise to stop the training, which goes on with others."""
-
     def written(self, run: RunContext) -> None:
         pass
 
@@ -64,7 +61,6 @@ def train(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
             # No name holds the error any longer than this block: its frames hold what the step had open.
             if behind(error, MemberLost) is None:
                 raise
-            execution.lost(run, error)
             if not left:
                 raise StepError(str(error)) from behind(error, MemberLost)
             run.console.note(f"{error}; all processes are replaced")

@@ -42,7 +42,7 @@ MISTAKES = {
     "signature": (
         lambda model, data: None,
         {"reward.verifier": "verifiers.py:two"},
-        f"verifiers.py:two: it is called as f({FOUR}), and is defined as f(prompt, completion): too many",
+        f"verifiers.py:two: it is called as two({FOUR}), and is defined as two(prompt, completion): too many",
     ),
 }
 

@@ -24,7 +24,6 @@ MISTAKES = [
     ([*EPISODES, "environment.name=nobody"], "nobody is none of calculator, python"),
     ([*EPISODES, "environment={name: missing.py:Digits}"], "missing.py cannot be read"),
     ([*EPISODES, "rollout.stop_strings=['#']"], "no episodes with rollout.stop_strings"),
-    ([*EPISODES, "environment.turn_tokens=1000"], "turn_tokens=1000 is more than rollout.max_new_tokens="),
     ([*EPISODES, "warm_start.tool_share=0.5"], "needs environment.name=calculator with options"),
     (["resume", "HERE/absent"], "HERE/absent: no run (no run.json in HERE/absent)"),
     ([*RESUME, "--set", "seed=4"], f"{OTHER}seed: 0 -> 4; begin another one for that: fp8-grpo run ... --set run=NAME"),

@@ -1,6 +1,5 @@
 """A Ray cluster that does not fit a run is refused."""
 
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,9 +39,9 @@ def test_a_cluster_that_is_too_small_is_refused_before_a_run_has_a_folder(gpus, 
     ],
 )
 def test_processes_with_other_libraries_are_refused_by_their_names(first, second, said):
-    code, python = current_code(), platform.python_version()
+    code = current_code()
     members = [
-        Handle(None, HostProcess(host, None, pid, python, code, versions))
+        Handle(None, HostProcess(host, None, pid, code, versions))
         for host, pid, versions in (("c", 6, {}), ("a", 7, first), ("b", 8, second))
     ]
     if said is None:

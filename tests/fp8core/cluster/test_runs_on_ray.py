@@ -1,20 +1,16 @@
 """A run on a Ray cluster of two nodes: it computes what one process does, and survives what it loses."""
 
-import importlib
-import multiprocessing
 import os
-import random
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 import torch
@@ -35,10 +31,7 @@ from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
 from fp8core.run.start import train_on_demonstrations
-from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.layout import LEDGER
-from fp8core.store.run_view import RunView
 
 TWO_EACH = {"engines": 2, "ranks": 2}
 
@@ -87,15 +80,6 @@ def test_two_engines_and_two_ranks_on_two_nodes_make_the_records_of_one_process(
     assert len({place["pid"] for place in places.values()}) == 4
 
 
-AHEAD = {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 3, "pipeline.verified_share": 1.0}
-
-
-@pytest.fixture(scope="module")
-def ahead(loop_run):
-    """A run of one process whose updates land in flight; for reading only."""
-    return loop_run("ahead", **AHEAD)
-
-
 @pytest.mark.slow
 def test_episodes_on_two_engines_and_two_ranks_are_those_of_one_process_though_an_engine_is_lost(
     two_nodes, loop_run, tmp_path
@@ -118,87 +102,6 @@ def test_episodes_on_two_engines_and_two_ranks_are_those_of_one_process_though_a
     assert min(two.metric("environment/turns").values()) > 2
     assert set(two.metric("alignment/tokens_differing").values()) == {0}
     assert set(two.metric("alignment/token_mult_prob_error").values()) == {1}
-
-
-class Lives:
-    """A run in its own processes, one after the other, each with its members."""
-
-    def __init__(self, settings: dict[str, Any], folder: Path, cluster: Cluster) -> None:
-        self._settings, self._folder, self._context = settings, folder, multiprocessing.get_context("forkserver")
-        self._raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.worker_nodes]
-        # A life forks from it, and costs no import.
-        self._context.set_forkserver_preload(["fp8core.cluster.workers", "fp8core.run.loop", "torch._dynamo"])
-        self._live = importlib.import_module("ray_life").live
-
-    def begin(self) -> None:
-        self.process = self._context.Process(target=self._live, args=(self._settings, self._folder.name))
-        self.process.start()
-
-    def done(self) -> int:
-        """Tasks and steps that the ledger has."""
-        path = self._folder / LEDGER
-        lines = path.read_text().splitlines() if path.exists() else []
-        return sum('"event":"segment"' not in line for line in lines)
-
-    def wait_for(self, done: int) -> None:
-        deadline = time.monotonic() + 120
-        while self.done() < done:
-            assert self.process.is_alive(), f"it ended with {self.process.exitcode}"
-            assert time.monotonic() < deadline, "the run gets nowhere"
-            time.sleep(0.005)
-
-    def kill(self, kind: str, draws: random.Random) -> None:
-        """SIGKILL of a member, of the driver, or of both; a driver has a next one."""
-        members = [*self._started()]
-        assert members or kind != "member"
-        if members and kind != "driver":
-            with suppress(ProcessLookupError):
-                os.kill(draws.choice(members), signal.SIGKILL)
-        if kind != "member":
-            self.process.kill()
-            self.process.join()
-            assert self.process.exitcode == -signal.SIGKILL
-            self.begin()
-
-    def _started(self) -> Iterator[int]:
-        """Members that are there, or are being placed."""
-        for raylet in self._raylets:
-            for child in psutil.Process(raylet).children():
-                with suppress(psutil.NoSuchProcess):
-                    # Its other children are idle, or agents of the node, which ends with them.
-                    if "".join(child.cmdline()[:1]).startswith("ray::Member"):
-                        yield child.pid
-
-
-@pytest.mark.slow
-def test_a_run_ahead_that_is_killed_ten_times_ends_with_equal_weights_and_records(
-    two_nodes, ahead, small, tmp_path, monkeypatch
-):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    draws = random.Random("ten kills")
-    cluster = {"address": two_nodes.address, "engines": 2, "replacements": 20}
-    # The settings of `ahead`, whose records it must make.
-    lives = Lives(
-        {**small, **AHEAD, "steps": 4, "runs": str(tmp_path), "cluster": cluster}, tmp_path / "run", two_nodes
-    )
-    # Six are within two seconds of the one before, where a life has cost little. A run whose member is lost while all
-    # are placed for the first time ends, so the driver is among them.
-    kinds = [(kind, False) for kind in ("member", "member", "driver", "both")]
-    kinds += [(kind, True) for kind in ("driver", "both")] * 3
-    draws.shuffle(kinds)
-    lives.begin()
-    try:
-        for kind, early in kinds:
-            lives.wait_for(lives.done() + (0 if early else draws.randint(1, 5)))
-            time.sleep(draws.uniform(0, 2 if early else 0.2))
-            lives.kill(kind, draws)
-        lives.process.join(120)
-        assert lives.process.exitcode == 0
-    finally:
-        lives.process.kill()
-    run = type(ahead)(tmp_path / "run")
-    assert run.records == ahead.records
-    assert [found for found in verify(RunView.read(run.folder)) if found.severity != "note"] == []
 
 
 @pytest.mark.slow

@@ -109,6 +109,5 @@ def test_ranks_take_a_loss_from_the_file_of_this_process_wherever_they_were_star
         build_trainer(config, base.arch, base.tensors, cluster).close()
         # A name under which each process sees its own folder, as nodes that share no volume do.
         other = load_config("tiny", {**settings, "loss.policy": "/proc/self/cwd/mine.py:loss"})
-        with pytest.raises(UserError, match=r"^loss\.policy=/proc/self/cwd/mine\.py:loss: .* \(on \S+, which trains"):
+        with pytest.raises(UserError, match=r"^loss\.policy=/proc/self/cwd/mine\.py:loss: .* cannot be read"):
             build_trainer(other, base.arch, base.tensors, cluster)
-        assert cluster.gang.alive
