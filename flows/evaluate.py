@@ -25,7 +25,7 @@ from fp8core.errors import UserError
 from fp8core.evaluation.measure import EvaluationResult, PartCosts, Precision, paired_differences
 from fp8core.report.text import evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
-from fp8core.run.answer import Answered, Questions, answer
+from fp8core.run.answer import PrecisionAnswers, Questions, answer
 from fp8core.run.precision_gap import measure_parts
 from fp8core.run.replay import FAILURES
 from fp8core.run.resume import RedoError
@@ -119,7 +119,7 @@ def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy) -> Evaluatio
     )
 
 
-def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier: Verifier) -> Answered:
+def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier: Verifier) -> PrecisionAnswers:
     torch.set_num_threads(config.threads)
     with long_part(f"completions, {name}") as part:
         done = answer(config, questioned, verifier, part)

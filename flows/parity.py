@@ -21,7 +21,7 @@ from flows.tracking.store import quiet_store_logs
 from flows.training_pages import artifact_key, show_markdown
 from fp8core.durable import PRIVATE, make_folder, write_file
 from fp8core.errors import UserError, first_line
-from fp8core.parity import Measured, headline_of, judge, measure, outcome_of, parity_markdown
+from fp8core.parity import TrainingMeasurement, headline_of, judge, measure, outcome_of, parity_markdown
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import RunData, read_run
 
@@ -85,7 +85,7 @@ def _train(plan: ParityPlan) -> dict[tuple[str, int], str]:
 
 def _verdict(plan: ParityPlan, failures: dict[tuple[str, int], str]) -> Any:
     shown: dict[str, RunData] = {}
-    measured: list[Measured] = []
+    measured: list[TrainingMeasurement] = []
     for training in plan.trainings:
         if committed(training.folder) is not None:
             run = read_run(training.folder, training.variant)

@@ -86,7 +86,7 @@ class LearningCurve:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrainingMeasurement:
     """One training. None, and an empty tuple: nothing was measured.
 
     steps: committed, and requested. accuracy: held-out, mean of the last evaluations. Errors, k3 (nats) and ess (share)
@@ -107,14 +107,14 @@ class Measured:
         return self.steps[0] == self.steps[1]
 
 
-def measure(run: RunData, variant: str, seed: int, last: int) -> Measured:
+def measure(run: RunData, variant: str, seed: int, last: int) -> TrainingMeasurement:
     """The numbers of a training; `last` held-out accuracies count as its end."""
 
     def values(metric: str) -> tuple[float, ...]:
         return tuple(series(run.history, metric)[1])
 
     accuracies = values(HELDOUT)
-    return Measured(
+    return TrainingMeasurement(
         variant=variant,
         seed=seed,
         steps=(max(run.view.steps, default=START), run.requested or -1),
@@ -218,7 +218,7 @@ def headline_of(checks: Sequence[Check]) -> str:
 
 
 def judge(
-    measured: Sequence[Measured],
+    measured: Sequence[TrainingMeasurement],
     config: ParityConfig,
     *,
     variants: Sequence[str],
@@ -241,7 +241,7 @@ def judge(
 
 
 def _complete(
-    name: str, runs: Sequence[Measured], seeds: Sequence[int], failures: Mapping[tuple[str, int], str]
+    name: str, runs: Sequence[TrainingMeasurement], seeds: Sequence[int], failures: Mapping[tuple[str, int], str]
 ) -> Check:
     """A training that failed is a failure; one that was cut short, or has not begun, may still come."""
     failed = [f"seed {seed}: {reason}" for (variant, seed), reason in failures.items() if variant == name]
@@ -253,7 +253,7 @@ def _complete(
     return Check(name, "complete", outcome, found, "all")
 
 
-def _alignment(name: str, runs: Sequence[Measured], config: ParityConfig) -> Iterator[Check]:
+def _alignment(name: str, runs: Sequence[TrainingMeasurement], config: ParityConfig) -> Iterator[Check]:
     error = config.error_matched if VARIANTS[name].matched else config.error_mismatched
     yield _worst(name, "largest probability error", [v for run in runs for v in run.errors], max, error)
     yield _worst(name, "largest k3 divergence", [v for run in runs for v in run.k3], max, config.k3)
@@ -282,7 +282,7 @@ def _placed(low: float, high: float) -> ParityOutcome:
 
 
 def _learning(
-    name: str, runs: Sequence[Measured], baseline: Sequence[Measured], config: ParityConfig
+    name: str, runs: Sequence[TrainingMeasurement], baseline: Sequence[TrainingMeasurement], config: ParityConfig
 ) -> Iterator[Check]:
     """Accuracy over the whole curve and at its end."""
     pairs = _pairs(runs, baseline)
@@ -299,14 +299,14 @@ def _learning(
             yield Check(name, check, outcome, found, bound)
 
 
-def _pairs(runs: Sequence[Measured], baseline: Sequence[Measured]) -> list[Pair]:
+def _pairs(runs: Sequence[TrainingMeasurement], baseline: Sequence[TrainingMeasurement]) -> list[Pair]:
     """Curves of whole trainings of the same seed that were evaluated at the same steps with the same prompts."""
     curves = {run.seed: run.curve for run in baseline if run.whole and run.curve is not None}
     both = [(run.curve, curves[run.seed]) for run in runs if run.whole and run.curve is not None and run.seed in curves]
     return [Pair(*two) for two in both if (two[0].steps, two[0].prompts) == (two[1].steps, two[1].prompts)]
 
 
-def parity_markdown(name: str, checks: Sequence[Check], measured: Sequence[Measured]) -> str:
+def parity_markdown(name: str, checks: Sequence[Check], measured: Sequence[TrainingMeasurement]) -> str:
     """The headline, every check, and the accuracy of each training."""
     of = {(one.variant, one.seed): one.accuracy for one in measured if one.accuracy is not None}
     seeds = sorted({one.seed for one in measured})

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
-from fp8core.rollout.stream import Pace, Row, Stream
+from fp8core.rollout.stream import Row, Stream, StreamLimits
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import answers, check_episodes, row_tables, stored_endings
 from fp8core.run.stream_writer import StreamPrompts, StreamWriter
@@ -45,7 +45,7 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> tuple[pa.Table, pa.T
         run.verifier.begin(answers(questions, endings))
 
     writer = StreamWriter(run, index, source, [], verify)
-    rows = Stream([], Pace(len(asked), 0, None), index - 1).complete(index, None, writer, source.enter)
+    rows = Stream([], StreamLimits(len(asked), 0, None), index - 1).complete(index, None, writer, source.enter)
     writer.attach_turns(rows)
     run.sleep_engine()
     return row_tables(rows, run.config, run.tokenizer)

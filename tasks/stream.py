@@ -10,9 +10,9 @@ import torch
 from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import column, pad, padded
 from fp8core.rollout.stream import (
-    Pace,
     Row,
     Stream,
+    StreamLimits,
     chunks_of,
     run_ahead,
 )
@@ -101,7 +101,7 @@ def opened_stream(run: RunContext, stream: Ref, left: int) -> Stream:
     # One step ahead, episodes are played to their end: those of the next step enter when all of this step are over.
     whole = run.config.environment is not None and pipeline.mode == "one_step_off"
     most = prompts if whole else pipeline.max_inflight_prompts
-    pace = Pace(prompts, pipeline.max_staleness, most)
+    pace = StreamLimits(prompts, pipeline.max_staleness, most)
     rows = stream_rows(run.directory.store.get_table(stream))
     return Stream(rows, pace, left)
 

@@ -49,7 +49,7 @@ class ServiceError(Exception):
     """A service did not start, or ended."""
 
 
-class Stopped(Exception):
+class StopSignal(Exception):
     """A signal to end this process arrived; `args` holds its number."""
 
 
@@ -147,7 +147,7 @@ class Services:
 
     def check(self) -> None:
         if self._signals:
-            raise Stopped(self._signals[0])
+            raise StopSignal(self._signals[0])
         for service in self._services:
             service.check()
 
@@ -196,7 +196,7 @@ def up(options: argparse.Namespace) -> int:
             wait(services)
     except ServiceError as error:
         return stopped(str(error), ExitCode.FAILED)
-    except Stopped as stop:
+    except StopSignal as stop:
         return 128 + int(stop.args[0])
 
 
@@ -205,7 +205,7 @@ def wait(services: Services) -> NoReturn:
         while True:
             services.check()
             time.sleep(_POLL_SECONDS)
-    except Stopped:
+    except StopSignal:
         say("stops; a training at work commits its step first, a second signal ends it at once")
         raise
 

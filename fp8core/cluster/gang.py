@@ -46,7 +46,7 @@ class Handle:
         return Call(self, getattr(self.actor, method).remote(*arguments))
 
 
-class Gang:
+class WorkerGroup:
     """Engines and trainer ranks of one run, each a member, in the order of their GPUs.
 
     Colocated, rank i is on the GPU of engine i. `unit`: the resource that they take, `GPU` or `CPU`.

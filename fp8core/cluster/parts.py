@@ -30,7 +30,7 @@ from fp8core.rollout.engine import (
 )
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, share_weights, specs_of
-from fp8core.training.ranks import KeptWeights
+from fp8core.training.ranks import RankWeights
 from fp8core.training.registry import trainer_of
 from fp8core.training.trainer import ScoredBatch, ScoringTrainer, SftTrainer, TrainReport
 
@@ -96,7 +96,7 @@ class EnginePart:
         self._engine.close()
 
 
-class Exported(NamedTuple):
+class PolicyExport(NamedTuple):
     digest: str
     layouts: dict[str, TensorSpec]
     on_gpu: bool
@@ -150,12 +150,12 @@ class TrainerPart:
         report, scored = self._trainer.scored_step(*arguments)
         return report, scored if self._ranks.rank == 0 else None
 
-    def kept(self) -> KeptWeights:
+    def kept(self) -> RankWeights:
         assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
-        kept: KeptWeights = self._trainer.keep(ShippedTensors(self._exported))
+        kept: RankWeights = self._trainer.keep(ShippedTensors(self._exported))
         return kept
 
-    def logprobs_of(self, kept: KeptWeights, *arguments: Any) -> ScoredBatch | None:
+    def logprobs_of(self, kept: RankWeights, *arguments: Any) -> ScoredBatch | None:
         assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
         scored = self._trainer.logprobs_of(kept, *arguments)
         return scored if self._ranks.rank == 0 else None
@@ -174,15 +174,15 @@ class TrainerPart:
         if self._ranks.rank == 0:
             save_checkpoint(folder, self._trainer.arch, masters, tokenizer)
 
-    def export(self) -> Exported | None:
+    def export(self) -> PolicyExport | None:
         """Make the weights for the engines and keep them until `release`; None where other ranks have them."""
         shipped = self._trainer.export()
         self._exported = made = {name: shipped[name] for name in shipped.keys()}  # noqa: SIM118
         if not made:
             return None
-        return Exported(shipped.digest(), specs_of(made), all(tensor.is_cuda for tensor in made.values()))
+        return PolicyExport(shipped.digest(), specs_of(made), all(tensor.is_cuda for tensor in made.values()))
 
-    def lend(self) -> SharedWeights:
+    def share_weights(self) -> SharedWeights:
         # Engines that wake on this GPU need the memory that torch only keeps.
         torch.cuda.empty_cache()
         return self._lent.enter_context(share_weights(self._exported))

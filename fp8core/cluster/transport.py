@@ -32,7 +32,7 @@ BROADCASTS: Final[Mapping[Broadcast, str]] = {"gloo": "cpu", "nccl": "cuda:0"}
 """Where the tensors of each are received."""
 
 
-class Meeting:
+class Rendezvous:
     def __init__(self, host: str) -> None:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 

@@ -10,17 +10,17 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import ray
 
-from fp8core.cluster.gang import Call, Gang, Handle
+from fp8core.cluster.gang import Call, Handle, WorkerGroup
 from fp8core.cluster.member import HostProcess
-from fp8core.cluster.parts import EnginePart, Exported, TrainerPart, build_sft
-from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
+from fp8core.cluster.parts import EnginePart, PolicyExport, TrainerPart, build_sft
+from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Rendezvous
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
 from fp8core.errors import MemberLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_files import TensorSource
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.models.weights import Shipped
+from fp8core.models.weights import EngineWeights
 from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
@@ -52,7 +52,7 @@ def agreed(members: Sequence[Handle], what: str, values: Sequence[Value]) -> Val
 class RemoteWeights(dict[str, TensorSpec]):
     """Layouts of weights that wait in ranks of a trainer; `on_gpu`: ranks that have all of them on their GPU."""
 
-    def __init__(self, exported: Sequence[Exported | None], key: str) -> None:
+    def __init__(self, exported: Sequence[PolicyExport | None], key: str) -> None:
         first = exported[0]
         assert first is not None, "rank 0 has the whole policy"
         super().__init__(first.layouts)
@@ -121,11 +121,11 @@ class Cluster:
         self.gang.close()
 
     def _open(self, unit: str | None = None) -> None:
-        self.gang = gang = Gang(*self._arguments, unit)
+        self.gang = gang = WorkerGroup(*self._arguments, unit)
         try:
             first, ranks = gang.ranks[0], gang.ranks
             host = first.place.address
-            gang.gather([first.send("build", "meeting", Meeting, (), host)])
+            gang.gather([first.send("build", "meeting", Rendezvous, (), host)])
             (port,) = gang.gather([first.send("call", "meeting", "port")])
             gang.gather(
                 [each.send("build", "ranks", GroupRanks, (), host, port, i, len(ranks)) for i, each in enumerate(ranks)]
@@ -144,7 +144,7 @@ class Cluster:
 class ReplicatedEngine:
     """Engines that hold one policy and share its prompts out; satisfies `RolloutEngine`."""
 
-    def __init__(self, gang: Gang, key: str, store: tuple[str, int], colocated: bool) -> None:
+    def __init__(self, gang: WorkerGroup, key: str, store: tuple[str, int], colocated: bool) -> None:
         """`store`: host and port where processes meet."""
         self._gang, self._key, self._members = gang, key, gang.engines
         self._store, self._links, self._colocated = store, set[str](), colocated
@@ -173,7 +173,7 @@ class ReplicatedEngine:
         # Engines need the memory of weights that none of them reads.
         senders = {route.rank for route in routes}
         gather([rank.send("call", key, "release") for i, rank in enumerate(ranks) if i not in senders])
-        lent = dict(zip(lenders, gather([ranks[i].send("call", key, "lend") for i in lenders]), strict=True))
+        lent = dict(zip(lenders, gather([ranks[i].send("call", key, "share_weights") for i in lenders]), strict=True))
         sends, takes = list[Call](), dict[int, Call]()
         for engine, rank, path in routes:
             if path == "memory":
@@ -235,7 +235,7 @@ class ReplicatedEngine:
 class ReplicatedSession:
     """Requests in flight in all engines. All of a group are one engine's, whose prefix cache has their last turns."""
 
-    def __init__(self, gang: Gang, key: str) -> None:
+    def __init__(self, gang: WorkerGroup, key: str) -> None:
         self._gang, self._key, self._members = gang, key, gang.engines
         self._waiting, self._places = dict[Any, Handle](), dict[int, int]()
         self._in_flight = [0] * len(gang.engines)
@@ -277,7 +277,7 @@ class ReplicatedSession:
 
 
 class RemoteSft:
-    def __init__(self, gang: Gang, key: str) -> None:
+    def __init__(self, gang: WorkerGroup, key: str) -> None:
         self._gang, self._key = gang, key
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
@@ -298,7 +298,7 @@ class RemoteSft:
 class RankedTrainer:
     """One trainer in all ranks, which make the same calls; satisfies `Trainer`. Results are rank 0's."""
 
-    def __init__(self, gang: Gang, key: str, arch: Architecture) -> None:
+    def __init__(self, gang: WorkerGroup, key: str, arch: Architecture) -> None:
         self._gang, self._key, self.arch = gang, key, arch
         self._numbers = count()
         self.version = 0
@@ -320,7 +320,7 @@ class RankedTrainer:
         found = self._by_all("scored_step", batch, temperature, scales)
         return self._learnt([report for report, _ in found]), found[0][1]
 
-    def keep(self, shipped: Shipped) -> str:
+    def keep(self, shipped: EngineWeights) -> str:
         key = f"{self._key}, kept {next(self._numbers)}"
         self._gang.call_all(self._gang.ranks, "build", key, TrainerPart.kept, (self._key,))
         return key

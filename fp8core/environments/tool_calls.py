@@ -16,7 +16,7 @@ _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _THOUGHT = re.compile(r"\A(?:(?!<think>).)*</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
-class Parsed(NamedTuple):
+class TurnCalls(NamedTuple):
     """The calls of a turn; where one is `malformed`, why, and none of the turn's calls is made."""
 
     calls: tuple[ToolCall, ...] = ()
@@ -27,15 +27,15 @@ class _Malformed(ValueError):
     pass
 
 
-def parse_calls(form: str, text: str, tools: Sequence[Tool]) -> Parsed:
+def parse_calls(form: str, text: str, tools: Sequence[Tool]) -> TurnCalls:
     """The calls in the text of a turn, special tokens included; `form`: a key of `TOOL_CALLS`.
 
     Without `tools` the environment may have explained its own: what is no whole call is text then, and never malformed.
     """
     try:
-        return Parsed(tuple(TOOL_CALLS[form](text, tools)))
+        return TurnCalls(tuple(TOOL_CALLS[form](text, tools)))
     except _Malformed as error:
-        return Parsed((), str(error)) if tools else Parsed()
+        return TurnCalls((), str(error)) if tools else TurnCalls()
 
 
 def _qwen_calls(text: str, tools: Sequence[Tool]) -> Iterator[ToolCall]:

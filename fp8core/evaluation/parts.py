@@ -138,7 +138,7 @@ def _with_fp8_inputs(plain: Formats, whole: Formats) -> Formats:
 
 
 @dataclass(frozen=True)
-class _Compared:
+class _Comparison:
     """Places of texts under BF16 and under a part; all [places].
 
     `asked` is True on a token of the prompt, `answered` where the next token is the right answer's. `nats` is KL.
@@ -156,7 +156,7 @@ class _Compared:
 
 def part_costs(subjects: Subjects, texts: Sequence[Text], progress: Progress) -> PartCosts:
     """KL and the rest of every part, over texts that are computed in batches of about equal length."""
-    compared: dict[str, list[_Compared]] = {name: [] for name in subjects.parts}
+    compared: dict[str, list[_Comparison]] = {name: [] for name in subjects.parts}
     done = 0
     for numbers in _batches(texts, subjects.bf16.decoder.arch.vocab_size):
         progress(done, len(texts))
@@ -186,7 +186,7 @@ def _batches(texts: Sequence[Text], vocabulary: int) -> Iterator[list[int]]:
     yield batch
 
 
-def _compare(subjects: Subjects, texts: Sequence[Text], numbers: Sequence[int]) -> Iterator[tuple[str, _Compared]]:
+def _compare(subjects: Subjects, texts: Sequence[Text], numbers: Sequence[int]) -> Iterator[tuple[str, _Comparison]]:
     batch = TokenBatch.of([texts[i].prompt for i in numbers], [texts[i].answer for i in numbers])
     asked = batch.valid & ~batch.completion
     answered = torch.nn.functional.pad(batch.completion[:, 1:], (0, 1))
@@ -199,7 +199,7 @@ def _compare(subjects: Subjects, texts: Sequence[Text], numbers: Sequence[int]) 
         logprobs = part.logprobs(batch, places)
         yield (
             name,
-            _Compared(
+            _Comparison(
                 text,
                 asked,
                 answered,
@@ -211,11 +211,11 @@ def _compare(subjects: Subjects, texts: Sequence[Text], numbers: Sequence[int]) 
         )
 
 
-def _joined(found: Sequence[_Compared]) -> _Compared:
-    return _Compared(**{name: torch.cat([vars(each)[name] for each in found]) for name in vars(found[0])})
+def _joined(found: Sequence[_Comparison]) -> _Comparison:
+    return _Comparison(**{name: torch.cat([vars(each)[name] for each in found]) for name in vars(found[0])})
 
 
-def _cost(found: _Compared, answers: int) -> PartCost:
+def _cost(found: _Comparison, answers: int) -> PartCost:
     nats, text = found.nats[found.asked], found.text[found.asked]
     by_text = torch.bincount(text, nats) / torch.bincount(text)
     return PartCost(

@@ -13,19 +13,19 @@ from fp8core.kernels.sequence_attention import Batch, SequenceAttention, Span, b
 from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed import PAGE, Attended, DevicePack, PackedAttention, PackedSequences
+from fp8core.numerics.packed import PAGE, AttentionOutput, DevicePack, PackedAttention, PackedSequences
 from fp8core.numerics.recipe import AttentionProducts
 
 
 def packed_attention(
     qkv: Tensor, layout: HeadLayout, pack: DevicePack, form: PackedAttention, scales: LayerScales | None
-) -> Attended:
+) -> AttentionOutput:
     if form.exact.name in QUERY_TYPES:
         assert scales is not None, "FP8 attention without scales: calibrate first"
         return fp8_attention(qkv, layout, pack, scales, form.exact.name, form.longest)
     out, logsumexp = _flash_attention(heads_of(qkv, layout), pack)
     out = out.flatten(1)
-    return Attended(out, (out, logsumexp))
+    return AttentionOutput(out, (out, logsumexp))
 
 
 def packed_attention_backward(
@@ -47,7 +47,7 @@ def packed_attention_backward(
 
 def fp8_attention(
     qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales, products: AttentionProducts, longest: int
-) -> Attended:
+) -> AttentionOutput:
     """The result of the engine's decode kernel for every token of a pack, which is its own paged cache."""
     query, key, value = head_codes(qkv, layout, scales, products)
     keys, values = (codes.view(-1, PAGE, *codes.shape[1:]) for codes in (key, value))
@@ -60,7 +60,7 @@ def fp8_attention(
     attention = _sequence_attention(qkv.device, layout, longest, products)
     attention(query, keys, values, pack.pages, work, of_all, out, logsumexp)
     attended = out.flatten(1)
-    return Attended(attended, (attended, logsumexp))
+    return AttentionOutput(attended, (attended, logsumexp))
 
 
 def _flash_attention(heads: Heads, pack: DevicePack) -> tuple[Tensor, Tensor]:

@@ -115,7 +115,7 @@ def stored_weights(masters: Mapping[str, Tensor], formats: StoredNames, tiles: G
     return stored
 
 
-class Shipped(Protocol):
+class EngineWeights(Protocol):
     """Weights for a rollout engine by name: tensors, or the layouts of tensors that lie in another process."""
 
     def digest(self) -> str:

@@ -89,7 +89,7 @@ def packed_length(length: int) -> int:
     return round_up(length, PAGE)
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """BF16 [tokens, query_heads * head_dim], and what the backward needs besides qkv."""
 
     out: Tensor
@@ -132,9 +132,9 @@ class PackedAttention(NamedTuple):
 @with_kernel("attention")
 def packed_attention(
     qkv: Tensor, layout: HeadLayout, pack: DevicePack, form: PackedAttention, scales: LayerScales | None
-) -> Attended:
+) -> AttentionOutput:
     """The exact form for each sequence; a kernel is FlashAttention, or over an FP8 cache what engines decode by."""
-    return Attended(_one_by_one(qkv, layout, pack, form.exact, scales), ())
+    return AttentionOutput(_one_by_one(qkv, layout, pack, form.exact, scales), ())
 
 
 @with_kernel("attention")

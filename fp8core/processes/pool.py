@@ -76,7 +76,7 @@ class Failure(NamedTuple):
     detail: str
 
 
-class Ended(NamedTuple):
+class ProcessExit(NamedTuple):
     """The end of a process: its exit code, negative for a signal."""
 
     code: int
@@ -104,8 +104,8 @@ class PoolProcess:
                 return Failure("timeout", f"no reply after {self._timeout_seconds:g} s")
             reply = self._connection.recv()
         except (EOFError, OSError):
-            reply = Ended(-signal.SIGKILL)  # Together with its host.
-        if not isinstance(reply, Ended):
+            reply = ProcessExit(-signal.SIGKILL)  # Together with its host.
+        if not isinstance(reply, ProcessExit):
             return reply
         how = f"exit code {reply.code}" if reply.code >= 0 else signal.Signals(-reply.code).name
         return Failure("crashed", f"its process ended ({how})")
@@ -205,7 +205,7 @@ def _fork_until_closed(control: Connection, service: Service, limits: Limits) ->
                 assert process.exitcode is not None
                 _kill_group(process.pid)
                 with connection, suppress(OSError):
-                    connection.send(Ended(process.exitcode))
+                    connection.send(ProcessExit(process.exitcode))
             if control in ready:
                 connection = Connection(recv_handle(control))
                 process = multiprocessing.get_context("fork").Process(

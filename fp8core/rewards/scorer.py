@@ -22,7 +22,7 @@ Key = tuple[int, int]
 """Group and sample of a completion or an episode."""
 
 
-class Added(NamedTuple):
+class SideScore(NamedTuple):
     """The score of a verifier beside the main one, its weight in the reward, and why the score was given."""
 
     name: str
@@ -38,7 +38,7 @@ class Verdict:
     score: float
     outcome: VerdictOutcome
     detail: str
-    added: tuple[Added, ...] = ()
+    added: tuple[SideScore, ...] = ()
 
     @property
     def reward(self) -> float:

@@ -13,7 +13,7 @@ from fp8core.config.reward import FormatOptions, RewardConfig
 from fp8core.errors import UserError
 from fp8core.processes.pool import Failure, Limits, PoolProcess, ProcessPool
 from fp8core.rewards.integer import IntegerVerifier
-from fp8core.rewards.scorer import RIGHT, Added, Answer, Scorer, Verdict, unparsed, wrong
+from fp8core.rewards.scorer import RIGHT, Answer, Scorer, SideScore, Verdict, unparsed, wrong
 
 MARKER = "#"
 _NUMBER = re.compile(r"[0-9]{1,3}")
@@ -198,7 +198,7 @@ class WeightedVerifiers(Verifier):
                 detail = verdict.detail
                 if other in failed:
                     detail = "; ".join(filter(None, (detail, f"{name}: {other.detail}")))
-                added = (*verdict.added, Added(name, other.score, weight, other.outcome))
+                added = (*verdict.added, SideScore(name, other.score, weight, other.outcome))
                 verdicts[place] = replace(verdict, added=added, detail=detail)
         return verdicts
 

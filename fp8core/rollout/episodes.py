@@ -91,7 +91,7 @@ class Episode:
     detail: str
     began: Turn | Outcome | None = None
     opening_seconds: float = field(default=0.0, compare=False)
-    state: "OpenEpisode | None" = field(default=None, compare=False, repr=False)
+    state: "EpisodeState | None" = field(default=None, compare=False, repr=False)
 
     @property
     def key(self) -> Key:
@@ -106,7 +106,7 @@ class Episode:
         return opening_json(self.began) if isinstance(self.began, Turn) else ""
 
 
-class OpenEpisode:
+class EpisodeState:
     def __init__(self, request: PromptGroup, task: Task, talk: Talk, budget: TurnBudget, row_tokens: int) -> None:
         self.request, self.task = request, task
         self.tokens, self.heard, self.actions = list[int](), list[Turn](), list[Action]()
@@ -140,9 +140,9 @@ class OpenEpisode:
     def begin_call(self, room: int | None) -> None:
         self._room, self._wrote = room, False
 
-    def take_in(self, begun: Begun) -> None:
+    def restore(self, begun: Begun) -> None:
         for reply, end in zip(begun.replies, [*begun.ends, None], strict=True):
-            heard = self.hear(reply, 0.0)
+            heard = self.on_reply(reply, 0.0)
             assert heard is None, "it was not over"
             turn = slice(len(self.tokens), end)
             self._write(begun.tokens[turn], begun.logprobs[turn])
@@ -150,14 +150,14 @@ class OpenEpisode:
                 self._end_turn("stop" if self.tokens[-1] in self._talk.tokenizer.eos_ids else "length")
         assert self.tokens == [*begun.tokens], "an observation has other tokens now"
 
-    def speak(self, completion: Completion) -> Action | Episode:
+    def on_completion(self, completion: Completion) -> Action | Episode:
         self._write(completion.tokens, completion.logprobs)
         self._wrote = True
         if completion.finish != "open":
             return self._end_turn(completion.finish)
         return self._end_turn("length") if len(self._turn) == self._budget.turn_tokens else self._leave("open")
 
-    def hear(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
+    def on_reply(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
         """The episode where it is over or goes on later, else None."""
         self._reward += reply.reward
         if self._conversation is None:
@@ -299,7 +299,7 @@ def run_episodes(
     """
     assert not sampling.report_experts, "experts are not recorded over several turns"
     pool, session = multi_turn.pool, engine.open_session(sampling)
-    open_, repeated, finished = dict[Key, OpenEpisode](), dict[Key, _Repeated](), list[Episode]()
+    open_, repeated, finished = dict[Key, EpisodeState](), dict[Key, _Repeated](), list[Episode]()
 
     def leave(episode: Episode) -> None:
         del open_[episode.key]
@@ -318,9 +318,9 @@ def run_episodes(
                 yield []
             new = [*_new_replies(pool, replies, repeated)]
             for first in range(0, len(new), _TOGETHER):
-                asked = list[OpenEpisode]()
+                asked = list[EpisodeState]()
                 for key, reply, seconds in new[first : first + _TOGETHER]:
-                    if (left := open_[key].hear(reply, seconds)) is None:
+                    if (left := open_[key].on_reply(reply, seconds)) is None:
                         asked.append(open_[key])
                     else:
                         leave(left)
@@ -328,7 +328,7 @@ def run_episodes(
             yield from _new(finished)
             for completion in session.step() if session.busy else []:
                 episode = open_[completion.group, completion.sample]
-                said = episode.speak(completion)
+                said = episode.on_completion(completion)
                 if isinstance(said, Episode):
                     leave(said)
                 elif again := _to_repeat(pool, episode):
@@ -352,7 +352,7 @@ def _new_replies(pool: Pool, replies: Sequence[Reply], repeated: Mapping[Key, _R
             yield key, Outcome("crashed", detail=_OTHERWISE), seconds
 
 
-def _to_repeat(pool: Pool, episode: OpenEpisode) -> _Repeated:
+def _to_repeat(pool: Pool, episode: EpisodeState) -> _Repeated:
     if pool.wake(episode.key, episode.task, episode.answered):
         return deque()
     pool.begin(episode.key, episode.task)
@@ -369,7 +369,7 @@ def _repeat_next(pool: Pool, key: Key, reply: Turn | Outcome, again: _Repeated) 
     return same
 
 
-def _all_opened(groups: Sequence[PromptGroup], row_tokens: int, multi_turn: MultiTurn) -> Iterator[OpenEpisode]:
+def _all_opened(groups: Sequence[PromptGroup], row_tokens: int, multi_turn: MultiTurn) -> Iterator[EpisodeState]:
     for group in groups:
         for sample, seed in zip(group.samples, group.seeds, strict=True):
             key = group.group, sample
@@ -379,9 +379,9 @@ def _all_opened(groups: Sequence[PromptGroup], row_tokens: int, multi_turn: Mult
                 episode = begun.state
             else:
                 request = replace(group, samples=(sample,), seeds=(seed,))
-                episode = OpenEpisode(request, multi_turn.tasks[key], multi_turn.talk, multi_turn.budget, row_tokens)
+                episode = EpisodeState(request, multi_turn.tasks[key], multi_turn.talk, multi_turn.budget, row_tokens)
                 if begun is not None:
-                    episode.take_in(begun)
+                    episode.restore(begun)
             episode.begin_call(multi_turn.room)
             yield episode
 
@@ -392,7 +392,7 @@ def _new(finished: list[Episode]) -> Iterator[list[Episode]]:
         finished.clear()
 
 
-def _requests(asked: Sequence[OpenEpisode]) -> list[PromptGroup]:
+def _requests(asked: Sequence[EpisodeState]) -> list[PromptGroup]:
     return [
         replace(
             episode.request,

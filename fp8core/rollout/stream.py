@@ -68,7 +68,7 @@ Enter = Callable[[int, int], list[Row]]
 """From the place of a prompt to its completions, of which nothing is written."""
 
 
-class Pace(NamedTuple):
+class StreamLimits(NamedTuple):
     """Prompts of a step, versions that a token may be old, and prompts that may be in flight (None: all of these)."""
 
     prompts: int
@@ -79,7 +79,7 @@ class Pace(NamedTuple):
 class Stream:
     """The prompts that have entered and not left, in their order."""
 
-    def __init__(self, rows: Iterable[Row], pace: Pace, left: int) -> None:
+    def __init__(self, rows: Iterable[Row], pace: StreamLimits, left: int) -> None:
         self._groups: dict[GroupPlace, list[Row]] = defaultdict(list)
         for row in rows:
             self._groups[row.batch, row.group].append(row)

@@ -49,14 +49,14 @@ class Questions:
 
 
 @dataclass(frozen=True)
-class Answered:
+class PrecisionAnswers:
     measurement: Measurement
     engine: dict[str, object]
     remark: str | None
     answer_logprob: float | None
 
 
-def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress: Progress) -> Answered:
+def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress: Progress) -> PrecisionAnswers:
     """Raises UserError: model or prompts cannot be used, or no answer could be checked; SyncError."""
     base = build_base(config)
     check_stop_strings(config, base.tokenizer)
@@ -86,7 +86,7 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
         refuse_failed(config, turns)
     verdicts = [found.verdict for found in score(verifier, asked, stored_endings(rollouts, turns))]
     measurement = _measured(questions, [one.completion for one in episodes], verdicts)
-    return Answered(measurement, described, failures(config, verdicts), answer_logprob)
+    return PrecisionAnswers(measurement, described, failures(config, verdicts), answer_logprob)
 
 
 def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:

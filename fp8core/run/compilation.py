@@ -51,7 +51,7 @@ _VOCABULARY, _SEQUENCE = 512, 128
 _RATE = 1e-4
 
 
-class Compiled(NamedTuple):
+class CompilationResult(NamedTuple):
     """Of the `jobs` of a compilation, `done` were compiled now and the others before; `kernels` are new."""
 
     jobs: int
@@ -75,14 +75,14 @@ def compile_kernels(
     folders: KernelFolders,
     progress: Callable[[int, int], None],
     meanwhile: Callable[[], None] = lambda: None,
-) -> Compiled:
+) -> CompilationResult:
     """Compile the kernels that are missing, on all processors; `meanwhile` is done in this process if there are any.
 
     `progress` hears how many jobs of how many are done. Raises UserError: there is no GPU that they are for, or one of
     them cannot be compiled."""
     arch, began = model_shape(config), time.perf_counter()
     if not needs_kernels(config, arch):
-        return Compiled(0, 0, 0, 0.0)
+        return CompilationResult(0, 0, 0, 0.0)
     if platform == "cpu":
         raise UserError(f"{config.name} compiles for a GPU, and there is none: torch sees no GPU")
     if platform != HOPPER:
@@ -95,7 +95,7 @@ def compile_kernels(
     missing = missing_jobs(jobs, versions)
     if missing:
         run_jobs(missing, versions, progress, meanwhile)
-    return Compiled(len(jobs), len(missing), folders.count() - before, time.perf_counter() - began)
+    return CompilationResult(len(jobs), len(missing), folders.count() - before, time.perf_counter() - began)
 
 
 def needs_kernels(config: RunConfig, arch: Architecture) -> bool:

@@ -27,7 +27,7 @@ from fp8core.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from fp8core.cluster.workers import Cluster
-    from fp8core.run.policy import KeptPolicy
+    from fp8core.run.policy import PolicyVersion
 
 
 @dataclass
@@ -57,7 +57,7 @@ class RunContext:
     teacher_digest: str | None = None
     loss_source: str | None = None
     """Digest of the file of a policy loss of the user's own, as the run began with it."""
-    kept_policies: "dict[int, KeptPolicy]" = field(default_factory=dict, repr=False)
+    kept_policies: "dict[int, PolicyVersion]" = field(default_factory=dict, repr=False)
     """By version, those that wrote what a step may still learn from (`run.resume`)."""
     replayed: LedgerView | None = field(default=None, repr=False)
     """The ledger of the run that a replay makes again: it has choices that depended on timing, and answers."""

@@ -9,7 +9,7 @@ from fp8core.alignment.bounds import beyond, stop_bounds
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import StoredFileError
 from fp8core.models.safetensors_files import TensorSource
-from fp8core.models.weights import Shipped
+from fp8core.models.weights import EngineWeights
 from fp8core.rl.alignment_metrics import EXPONENT_BOUND
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import (
@@ -74,18 +74,18 @@ def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class KeptPolicy:
+class PolicyVersion:
     tensors: Any
     scales: PolicyScales
 
 
-def keep_policy(run: RunContext, shipped: Shipped, scales: PolicyScales) -> None:
+def keep_policy(run: RunContext, shipped: EngineWeights, scales: PolicyScales) -> None:
     trainer = run.ready_trainer()
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     oldest = trainer.version + 1 - run.config.pipeline.kept_policies
     for version in [version for version in run.kept_policies if version < oldest or version == scales.version]:
         trainer.forget(run.kept_policies.pop(version).tensors)
-    run.kept_policies[scales.version] = KeptPolicy(trainer.keep(shipped), scales)
+    run.kept_policies[scales.version] = PolicyVersion(trainer.keep(shipped), scales)
 
 
 def trainer_probe(run: RunContext, scales: PolicyScales) -> tuple[list[Probe], list[float]]:

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8core.config.training import TrainingConfig
-from fp8core.models.weights import Shipped, ShippedTensors
+from fp8core.models.weights import EngineWeights, ShippedTensors
 from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, merged
-from fp8core.training.ranks import KeptWeights, Ranks, shared_out
+from fp8core.training.ranks import Ranks, RankWeights, shared_out
 from fp8core.training.trainer import (
     LogprobError,
     PolicyTrainer,
@@ -53,16 +53,16 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         self._exported = self.version
         return self._to_ship()
 
-    def keep(self, shipped: Shipped) -> KeptWeights:
+    def keep(self, shipped: EngineWeights) -> RankWeights:
         assert self._exported == self.version, "the trainer holds another policy than the exported one"
         own = self._unlike_shipped()
-        return KeptWeights({name: shipped[name] for name in shipped.keys()} if own is None else own, self._ranks)  # noqa: SIM118
+        return RankWeights({name: shipped[name] for name in shipped.keys()} if own is None else own, self._ranks)  # noqa: SIM118
 
-    def forget(self, kept: KeptWeights) -> None:
+    def forget(self, kept: RankWeights) -> None:
         kept.close()
 
     @torch.no_grad()
-    def logprobs_of(self, kept: KeptWeights, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
+    def logprobs_of(self, kept: RankWeights, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         try:
             return self._scored_under(self._shipped_weights(kept.whole()), batch, temperature, scales)
         finally:

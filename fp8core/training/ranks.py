@@ -101,7 +101,7 @@ def aligned(size: int) -> int:
     return round_up(size, 16)
 
 
-class KeptWeights:
+class RankWeights:
     """Weights that the ranks keep together: each has a share of the tensors in its main memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:

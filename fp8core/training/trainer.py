@@ -16,7 +16,7 @@ from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.models.weights import Shipped
+from fp8core.models.weights import EngineWeights
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
@@ -116,7 +116,7 @@ class Trainer(Protocol):
 
     def describe(self) -> dict[str, object]: ...
 
-    def export(self) -> Shipped: ...
+    def export(self) -> EngineWeights: ...
 
     def digest(self) -> str:
         """Digest of the FP32 masters, or of a policy with adapters."""
@@ -154,7 +154,7 @@ class ScoringTrainer(Protocol):
         self, batch: RolloutBatch, temperature: float, scales: Scales
     ) -> tuple[TrainReport, ScoredBatch]: ...
 
-    def keep(self, shipped: Shipped) -> Any:
+    def keep(self, shipped: EngineWeights) -> Any:
         """The policy that `export` gave last, in main memory, for `logprobs_of`; an engine has not taken it yet."""
         ...
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.cli.up import ServiceError, Services, Stopped, up, wait
+from flows.cli.up import ServiceError, Services, StopSignal, up, wait
 from flows.environment import prefect_login
 from fp8core.errors import UserError
 
@@ -68,7 +68,7 @@ def test_a_training_of_a_worker_ends_first_and_in_its_own_time_unless_there_is_n
         services.workers.append(services.start("a worker", arguments, (tmp_path / "began").exists))
         for _ in range(signals):
             services.note_signal(signal.SIGTERM, None)
-        with pytest.raises(Stopped):
+        with pytest.raises(StopSignal):
             wait(services)
     assert paused == [True]
     assert (tmp_path / "finished").exists() == (signals == 1)

@@ -9,7 +9,7 @@ from fp8core.config.parity import ParityConfig
 from fp8core.parity import (
     Check,
     LearningCurve,
-    Measured,
+    TrainingMeasurement,
     crossed_interval,
     headline_of,
     judge,
@@ -36,7 +36,7 @@ LEARNS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, *[0.95] * 10)
 def training(variant, seed, **changed):
     """A training without fault."""
     mismatched = variant == "fp8-rollout"
-    made = Measured(
+    made = TrainingMeasurement(
         variant=variant,
         seed=seed,
         steps=(20, 20),

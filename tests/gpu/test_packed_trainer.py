@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from fp8core.cluster.transport import GroupRanks, Meeting
+from fp8core.cluster.transport import GroupRanks, Rendezvous
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
@@ -222,7 +222,7 @@ def _rank(rank: int, port: int, name: str, reduced: str, folder: Path) -> None:
 @pytest.mark.parametrize("reduced", ["per_update", "per_pass"])
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_two_gpus_share_one_policy_and_compute_its_bytes(name: str, reduced: str, tmp_path: Path) -> None:
-    meeting = Meeting("127.0.0.1")
+    meeting = Rendezvous("127.0.0.1")
     mp.spawn(_rank, (meeting.port(), name, reduced, tmp_path), nprocs=RANKS)
     found = torch.load(tmp_path / "found.pt", weights_only=False)
     alone = packed(CONTRACTS[name])

@@ -26,7 +26,7 @@ _FLUSH_SECONDS = 30.0
 _POLL_SECONDS = 0.01
 # The number of each request by the task that waits for it, and tasks that have ended.
 Running = dict["asyncio.Task[dict[str, Any]]", int]
-Ended = asyncio.Queue["asyncio.Task[dict[str, Any]]"]
+ProcessExit = asyncio.Queue["asyncio.Task[dict[str, Any]]"]
 
 
 def start_engine(arguments: dict[str, Any]) -> Any:
@@ -128,7 +128,7 @@ class Host:
         self._engine.shutdown()
 
     async def _session(self) -> None:
-        loop, running, ended = asyncio.get_running_loop(), Running(), Ended()
+        loop, running, ended = asyncio.get_running_loop(), Running(), ProcessExit()
         try:
             while True:
                 # The loop does not watch the pipe. SGLang brings uvloop, which would make it non-blocking: what is
@@ -147,7 +147,7 @@ class Host:
         finally:
             await self._abort(running)
 
-    async def _pass_on(self, running: Running, ended: Ended) -> None:
+    async def _pass_on(self, running: Running, ended: ProcessExit) -> None:
         try:
             found = [await asyncio.wait_for(ended.get(), _POLL_SECONDS)]
         except TimeoutError:

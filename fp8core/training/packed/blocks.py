@@ -34,7 +34,7 @@ Operand = Tensor | Codes
 """BF16 values, or codes with their scales."""
 
 
-class Normed(NamedTuple):
+class NormOutput(NamedTuple):
     """`total`: BF16 [tokens, hidden], the residual stream. `inverse`: FP32 [tokens], 1 / rms. `kept`: for the gradient
     of the weight."""
 
@@ -44,7 +44,7 @@ class Normed(NamedTuple):
     kept: Operand
 
 
-class Filling(NamedTuple):
+class TilePadding(NamedTuple):
     """Zeros that fill the parts of a stack (of so many rows) up to `rooms`, and columns up to `width`."""
 
     parts: tuple[int, ...]
@@ -72,7 +72,7 @@ class BlockWeight:
 
     values: Operand
     transposed: Codes | None
-    filling: Filling | None = None
+    filling: TilePadding | None = None
 
 
 class Fp8Blocks:
@@ -94,7 +94,7 @@ class Fp8Blocks:
         codes, scales = zip(*(e4m3.tile_codes(part, *quantiser) for part in narrow.split(parts)), strict=True)
         return torch.cat([each.view(torch.uint8) for each in codes]).view(codes[0].dtype), torch.cat(scales)
 
-    def ready(self, made: Sequence[Tensor], filling: Filling | None) -> BlockWeight:
+    def ready(self, made: Sequence[Tensor], filling: TilePadding | None) -> BlockWeight:
         codes, scales = made
         if filling is not None:
             codes, scales = filling.fill(codes), filling.fill(scales, self._tiles.rows)
@@ -109,9 +109,9 @@ class Fp8Blocks:
     def activated(self, inner: Tensor) -> Operand:
         return fused.swiglu_row_codes(inner, *self._rows)
 
-    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed:
+    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> NormOutput:
         total, rows, columns, inverse = fused.add_norm_codes(x, added, norm.weight, norm.eps, *self._rows_and_columns)
-        return Normed(total, inverse, rows, columns)
+        return NormOutput(total, inverse, rows, columns)
 
     def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
         """The operand of a product, and what is kept of it."""
@@ -154,7 +154,7 @@ class Bf16Blocks:
     def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
         return (rows.bfloat16(),)
 
-    def ready(self, made: Sequence[Tensor], filling: Filling | None) -> BlockWeight:
+    def ready(self, made: Sequence[Tensor], filling: TilePadding | None) -> BlockWeight:
         assert filling is None, "BF16 has no tiles to fill"
         (values,) = made
         return BlockWeight(values, None)
@@ -169,9 +169,9 @@ class Bf16Blocks:
     def activated(self, inner: Tensor) -> Operand:
         return fused.swiglu(inner)
 
-    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed:
+    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> NormOutput:
         total, values, inverse = fused.add_norm(x, added, *norm)
-        return Normed(total, inverse, values, values)
+        return NormOutput(total, inverse, values, values)
 
     def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
         return x, x

@@ -17,14 +17,14 @@ from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.fused import HeadLayout, Heads, add_norm_backward, heads_of, norm_rotate, norm_rotate_backward
 from fp8core.numerics.kv_scales import LayerScales, Scales
 from fp8core.numerics.packed import (
-    Attended,
+    AttentionOutput,
     DevicePack,
     PackedAttention,
     packed_attention,
     packed_attention_backward,
 )
 from fp8core.training.packed.adapted import PackedMasters
-from fp8core.training.packed.blocks import Blocks, BlockWeight, Filling, Norm, Operand, norm_only
+from fp8core.training.packed.blocks import Blocks, BlockWeight, Norm, Operand, TilePadding, norm_only
 from fp8core.training.packed.masters import Stack, layer_stacks, units_of
 
 Observer = Callable[[int, Heads], None]
@@ -87,7 +87,7 @@ class PackedLayer(nn.Module):
         self._weights, self._values = {}, {}
 
     def forward(
-        self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "Kept | None" = None
+        self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "LayerActivations | None" = None
     ) -> tuple[Tensor, Tensor]:
         """The stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden]. `kept` keeps
         only the minimum."""
@@ -103,7 +103,7 @@ class PackedLayer(nn.Module):
         return total, blocks.product(blocks.activated(inner), weights["down"])
 
     def kept_forward(
-        self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "Kept"
+        self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "LayerActivations"
     ) -> tuple[Tensor, Tensor]:
         blocks, weights = self._blocks, self._weights
         assert weights, "the weights were not made ready"
@@ -114,7 +114,12 @@ class PackedLayer(nn.Module):
         return total, blocks.product(operand, weights["down"])
 
     def backward(
-        self, grad_total: Tensor | None, grad_added: Tensor, total: Tensor, shared: LayerContext, kept: "Kept"
+        self,
+        grad_total: Tensor | None,
+        grad_added: Tensor,
+        total: Tensor,
+        shared: LayerContext,
+        kept: "LayerActivations",
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Gradients of the stream that entered, and of the vectors by name; those of linears are collected here.
 
@@ -177,19 +182,19 @@ class PackedLayer(nn.Module):
         norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
         return norms, shared.cos, shared.sin, shared.pack.positions, self._layout, self._eps
 
-    def _attended(self, rotated: Tensor, shared: LayerContext) -> Attended:
+    def _attended(self, rotated: Tensor, shared: LayerContext) -> AttentionOutput:
         if shared.observe is not None:
             shared.observe(self.index, heads_of(rotated, self._layout))
         return packed_attention(rotated, self._layout, shared.pack, shared.attention, shared.scales_of(self.index))
 
 
-def _fillings(stacks: Mapping[str, Stack], filled: Mapping[str, Stack]) -> dict[str, Filling]:
-    found = dict[str, Filling]()
+def _fillings(stacks: Mapping[str, Stack], filled: Mapping[str, Stack]) -> dict[str, TilePadding]:
+    found = dict[str, TilePadding]()
     for name in (*_LINEARS, "qkv_bias"):
         if name in stacks and stacks[name] != filled[name]:
             parts, rooms = (tuple(rows for _, rows in each[name].parts) for each in (stacks, filled))
             columns, width = (math.prod(each[name].width) for each in (stacks, filled))
-            found[name] = Filling(parts, rooms, columns, width)
+            found[name] = TilePadding(parts, rooms, columns, width)
     return found
 
 
@@ -213,14 +218,14 @@ class SecondHalf(NamedTuple):
 
 
 @dataclass
-class Kept:
+class LayerActivations:
     """One layer's values from a pass until its backward.
 
     Always kept are the stream before its attention (`total`) and the attention's result, which is small and costs much.
     The others are None where the backward computes them again."""
 
     total: Tensor = field(init=False)
-    attended: Attended = field(init=False)
+    attended: AttentionOutput = field(init=False)
     first: FirstHalf | None = None
     output: Operand | None = None
     second: SecondHalf | None = None
@@ -239,7 +244,7 @@ class _Layer(torch.autograd.Function):
         shared: LayerContext,
         *collectors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        ctx.layer, ctx.shared, ctx.kept = layer, shared, Kept()
+        ctx.layer, ctx.shared, ctx.kept = layer, shared, LayerActivations()
         total, more = run(layer, x, added, shared, ctx.kept)
         ctx.save_for_backward(total)
         return total, more

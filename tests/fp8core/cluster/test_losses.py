@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray_nodes import start_cluster
 
-from fp8core.cluster.gang import Gang
+from fp8core.cluster.gang import WorkerGroup
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost, UserError
 from fp8core.run.build import open_cluster
@@ -26,7 +26,7 @@ def address() -> Iterator[str]:
 
 
 @contextmanager
-def ranks(address: str, number: int) -> Iterator[Gang]:
+def ranks(address: str, number: int) -> Iterator[WorkerGroup]:
     config = load_config("tiny", {"cluster": {"address": address, "ranks": number}})
     with closing(open_cluster(config)) as cluster:
         yield cluster.gang

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from fp8core.rollout.engine import Completion, PromptGroup
 from fp8core.rollout.stream import (
     GroupPlace,
-    Pace,
     Row,
     Stream,
+    StreamLimits,
     chunks_of,
     run_ahead,
 )
@@ -46,7 +46,7 @@ def enter(batch: int, group: int) -> list[Row]:
     return [Row(batch, group, i, f"{batch}/{group}", first + i, [1]) for i in range(SAMPLES)]
 
 
-def trained(pace: Pace, ahead: int | None, steps: int) -> list[list[Row]]:
+def trained(pace: StreamLimits, ahead: int | None, steps: int) -> list[list[Row]]:
     """What each step learns from; the stream is stored and read between all parts.
 
     Without a limit ahead, prompts that are not a step's own wait for the part ahead.
@@ -61,12 +61,12 @@ def trained(pace: Pace, ahead: int | None, steps: int) -> list[list[Row]]:
     return found
 
 
-paces = st.builds(Pace, st.integers(1, 4), st.integers(0, 3), st.none() | st.integers(1, 6))
+paces = st.builds(StreamLimits, st.integers(1, 4), st.integers(0, 3), st.none() | st.integers(1, 6))
 
 
 @settings(max_examples=200, deadline=None)
 @given(pace=paces, ahead=st.none() | st.integers(0, 2 * LONGEST))
-def test_every_step_has_its_own_prompts_complete_and_none_too_old(pace: Pace, ahead: int | None) -> None:
+def test_every_step_has_its_own_prompts_complete_and_none_too_old(pace: StreamLimits, ahead: int | None) -> None:
     for step, rows in enumerate(trained(pace, ahead, 6), start=1):
         assert [(row.batch, row.group, row.sample) for row in rows] == [
             (step, group, sample) for group in range(pace.prompts) for sample in range(SAMPLES)
@@ -81,9 +81,9 @@ def test_every_step_has_its_own_prompts_complete_and_none_too_old(pace: Pace, ah
 
 def test_updates_land_in_flight() -> None:
     """Completions of several versions, and with unlimited time ahead none."""
-    spans = [len(set(row.versions)) for rows in trained(Pace(3, 1, None), 3, 6) for row in rows]
+    spans = [len(set(row.versions)) for rows in trained(StreamLimits(3, 1, None), 3, 6) for row in rows]
     assert max(spans) == 2
-    whole = trained(Pace(3, 1, None), None, 6)
+    whole = trained(StreamLimits(3, 1, None), None, 6)
     assert {len(set(row.versions)) for rows in whole for row in rows} == {1}
     assert {step - row.versions[0] for step, rows in enumerate(whole[1:], start=1) for row in rows} == {1}
 
@@ -99,7 +99,7 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
 
     cut = 0
     for step in range(1, 7):
-        stream = Stream([], Pace(2, 1, None), step - 1)
+        stream = Stream([], StreamLimits(2, 1, None), step - 1)
         longest = max(len(row.tokens) for row in stream.complete(step, chunk, noted, enter))
         assert asked[0] == {step, step + 1}
         assert len(asked) == -(-longest // chunk)
@@ -108,7 +108,7 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
         cut += sum(not row.finish for row in stream.rows)
         asked.clear()
     assert cut
-    alone = Stream([], Pace(3, 1, None), 0)
+    alone = Stream([], StreamLimits(3, 1, None), 0)
     alone.complete(1, None, noted, enter)
     assert asked == [{1}]
     assert [len(row.tokens) for row in alone.rows] == [0] * 6
@@ -121,7 +121,9 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
     speeds=st.lists(st.integers(0, 9), min_size=5, max_size=5),
     cut=st.integers(),
 )
-def test_a_recorded_schedule_gives_the_stream_of_the_clock(pace: Pace, chunk: int, speeds: list[int], cut: int) -> None:
+def test_a_recorded_schedule_gives_the_stream_of_the_clock(
+    pace: StreamLimits, chunk: int, speeds: list[int], cut: int
+) -> None:
     """Whatever the update takes: the chunks that were written decide, in one go or in two."""
     rows = list[Row]()
     for step, most in enumerate(speeds, start=1):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8core.errors import UserError
 from fp8core.training import ranks
-from fp8core.training.ranks import ALONE, GroupNotFinite, KeptWeights, Ranks, shared_out, together
+from fp8core.training.ranks import ALONE, GroupNotFinite, Ranks, RankWeights, shared_out, together
 
 
 class Group(Ranks):
@@ -42,7 +42,7 @@ def test_all_ranks_get_all_bytes_back_and_keep_as_little_as_each_other(tensors, 
     expected, shared = {name: tensor.clone() for name, tensor in tensors.items()}, dict[int, Tensor]()
     barrier = threading.Barrier(count)
     groups = [ALONE] if count == 1 else [Group(rank, count, shared, barrier) for rank in range(count)]
-    kept = [KeptWeights(tensors, group) for group in groups]
+    kept = [RankWeights(tensors, group) for group in groups]
     for tensor in tensors.values():
         tensor.view(-1).zero_() if tensor.is_contiguous() else tensor.t().zero_()
     found: dict[int, dict[str, Tensor]] = {}

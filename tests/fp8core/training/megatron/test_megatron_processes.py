@@ -10,7 +10,7 @@ from megatron_cases import FAMILIES
 from pretended_gpu import pretended_gpu
 from torch import multiprocessing
 
-from fp8core.cluster.transport import Meeting
+from fp8core.cluster.transport import Rendezvous
 from fp8core.training.megatron import parallel
 from fp8core.training.ranks import ALONE
 
@@ -42,7 +42,7 @@ def together(policies, ragged_batch, tmp_path_factory):
     multiprocessing.set_forkserver_preload(["fp8core.training.megatron.trainer"])
     found = {}
     for count in (2, 4):
-        folder, meeting = tmp_path_factory.mktemp("together"), Meeting("127.0.0.1")
+        folder, meeting = tmp_path_factory.mktemp("together"), Rendezvous("127.0.0.1")
         arguments = (meeting.port(), str(folder), policies, ragged_batch, count)
         multiprocessing.start_processes(work, arguments, nprocs=count, start_method="forkserver")
         for number, name in enumerate(grids(count)):

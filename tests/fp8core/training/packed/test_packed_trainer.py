@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from fp8core.cluster.transport import GroupRanks, Meeting
+from fp8core.cluster.transport import GroupRanks, Rendezvous
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
@@ -257,7 +257,7 @@ def test_ranks_share_one_policy_and_compute_its_bytes(
     one, many = tmp_path / "one", tmp_path / "many"
     for folder in (one, many):
         folder.mkdir()
-    meeting = Meeting("127.0.0.1")
+    meeting = Rendezvous("127.0.0.1")
     # They come from a process that has imported torch, and has computed nothing.
     mp.set_forkserver_preload(["fp8core.training.packed.trainer"])
     mp.start_processes(_rank, (meeting.port(), make, batch, layers, many), nprocs=RANKS, start_method="forkserver")
