@@ -161,7 +161,7 @@ def prepare_prefect(flow: str) -> None:
     from prefect.settings import get_current_settings
 
     if get_current_settings().api.url is not None:
-        _refuse_silence()
+        _check_server()
         import_module(flow)
         return
     with (_prefect_home() / "fp8-grpo-start.lock").open("ab") as lock:
@@ -179,7 +179,7 @@ def prepare_prefect(flow: str) -> None:
         server.wait()
 
 
-def _refuse_silence() -> None:
+def _check_server() -> None:
     from httpx import HTTPStatusError
     from prefect.client.orchestration import get_client
 

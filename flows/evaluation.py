@@ -12,7 +12,7 @@ import torch
 from flows.run_lookup import description_of, find_run, reload_own
 from fp8core.config.load import Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, without_adapters
-from fp8core.data.prompt import Problem, refuse_unfit
+from fp8core.data.prompt import Problem, check_prompt
 from fp8core.data.references import Readable, counted, readable
 from fp8core.data.source import build_source
 from fp8core.errors import UserError
@@ -71,13 +71,13 @@ def refuse(asked: EvaluationRequest) -> None:
             raise UserError(f"{asked.target}: is a checkpoint, which has no steps; omit step={asked.step}")
     else:
         run = RunSnapshot.read(find_run(asked.target))
-        run.refuse_unknown(_step(run, asked.step))
+        run.check_step(_step(run, asked.step))
     config = _config(asked, Path(asked.target))
     _counted(asked)
     parted(asked, config)
 
 
-def refuse_unread(asked: EvaluationRequest) -> None:
+def check_readable(asked: EvaluationRequest) -> None:
     """Read what is asked and who answers, but for weights: each problem has room, and a reference that can be read.
 
     Raises UserError: an engine, the model, the verifier, the environment or a problem cannot be used.
@@ -92,7 +92,7 @@ def refuse_unread(asked: EvaluationRequest) -> None:
         found = problems(asked, config, verifier).problems
     positions = longest_row(config, model.arch)
     for problem in found:
-        refuse_unfit(problem, config, model.tokenizer, positions)
+        check_prompt(problem, config, model.tokenizer, positions)
     if config.environment is not None:
         with closing(build_environment(config.environment)) as pool:
             check_opening(found, config, model.tokenizer, positions, pool, asked.seed)

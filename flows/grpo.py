@@ -37,7 +37,7 @@ from fp8core.run import loop
 from fp8core.run.compilation import HOPPER, compile_kernels
 from fp8core.run.execute import StepError, carried, stored_manifest
 from fp8core.run.loop import BoundError, TrainingPaused, next_step
-from fp8core.run.open import refuse_unrunnable
+from fp8core.run.open import check_runnable
 from fp8core.run.policy import SyncError
 from fp8core.run.resume import RedoError
 from fp8core.store.layout import SUMMARY
@@ -76,7 +76,7 @@ def grpo(
         if runtime.deployment.id is not None:
             # A command does so before it starts the flow.
             with Part("checking model and data", get_run_logger().info):
-                refuse_unrunnable(settings.model_copy(update={"run": run_name(settings)}), new_code=new_code)
+                check_runnable(settings.model_copy(update={"run": run_name(settings)}), new_code=new_code)
         return train(settings, new_code=new_code)
     except (UserError, UpdateError, SyncError, RedoError, BoundError, ProcessLost) as error:
         return failed(str(error))

@@ -26,12 +26,12 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     """
     from fp8core.freed_memory import keep_freed_memory
     from fp8core.run.build import wants_gpus
-    from fp8core.run.open import refuse_unrunnable
+    from fp8core.run.open import check_runnable
     from fp8core.store.run_directory import read_description
 
     with Part("checking model and data", say):
-        refuse_unrunnable(config, new_code=parameters.get("new_code", False))
-    refuse_silent_store(config)
+        check_runnable(config, new_code=parameters.get("new_code", False))
+    check_store(config)
     if not wants_gpus(config):
         # Before Prefect's threads, in which the steps run, have arenas of their own.
         keep_freed_memory()
@@ -50,14 +50,14 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
         return stopped(reason("interrupted"), ExitCode.INTERRUPTED)
 
 
-def refuse_silent_store(config: "RunConfig") -> None:
+def check_store(config: "RunConfig") -> None:
     """Raises UserError: a run that MLflow does not know yet names a server that does not answer."""
     named = config.tracking.uri is not None or is_set("MLFLOW_TRACKING_URI")
     if named and read_record(config.runs / str(config.run)) is None:
         # MLflow takes seconds to import, which otherwise pass while Prefect starts.
-        from flows.tracking.store import refuse_silence
+        from flows.tracking.store import check_server
 
-        refuse_silence(config.tracking.uri)
+        check_server(config.tracking.uri)
 
 
 def say(text: object, file: TextIO | None = None) -> None:

@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.launch import refuse_silent_store, say
+from flows.launch import check_store, say
 from fp8core.config.load import NON_NUMERIC_KEYS, Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
 from fp8core.parity import VARIANTS, Check, headline_of, outcome_of, variant_settings
 from fp8core.progress import Part
-from fp8core.run.open import check_inputs, refuse_unrunnable_settings
+from fp8core.run.open import check_inputs, check_settings
 from fp8core.store.json_text import canonical_json
 from fp8core.store.manifest import current_code, library_versions
 from fp8core.store.run_directory import read_description
@@ -77,12 +77,12 @@ def refuse(
     )
     left = [training.config for training in trainings if committed(training.folder) != training.config.steps]
     for unfinished in left:
-        refuse_unrunnable_settings(unfinished)
+        check_settings(unfinished)
     # A variant has another precision, not another model, data, verifier or store. The last one is the last to begin.
     for unfinished in left[-1:]:
         with Part("checking model and data", say):
             check_inputs(unfinished)
-        refuse_silent_store(unfinished)
+        check_store(unfinished)
     return ParityPlan(named, base, trained, drawn, trainings)
 
 

@@ -66,7 +66,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
         raise UserError(f"cannot create the folder {folder}: {error.strerror}") from error
 
 
-def refuse_unwritable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Raises UserError, as `make_folder` would, on a folder that cannot be made or written to. Leaves nothing."""
     found = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     try:

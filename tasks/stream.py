@@ -129,7 +129,7 @@ def _until_updated(run: RunContext, index: int, has_more: Callable[[], bool]) ->
 
 def until_halted(run: RunContext) -> Iterator[int]:
     while True:
-        run.refuse_halted()
+        run.check_halted()
         yield run.config.pipeline.chunk_tokens
 
 

@@ -161,7 +161,7 @@ def replay_steps(options: argparse.Namespace) -> int:
     )
     if last is None or last < first:
         raise UserError(f"--from {first}: the last step is {last}")
-    original.refuse_unknown(first)
+    original.check_step(first)
     set_engine_variables(original.config(first))
     verdicts = list["ReplayResult"]()
     for verdict in replay(original, range(first, last + 1), Console(sys.stderr, last)):

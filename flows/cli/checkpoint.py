@@ -35,19 +35,19 @@ def export_step(options: argparse.Namespace) -> int:
 
     from fp8core.models.quantised_checkpoint import write_quantised
     from fp8core.report.console import Console
-    from fp8core.run.export import copy_folder, export, refuse_existing, refuse_format, stored_policy, write_adapter
+    from fp8core.run.export import check_format, check_target, copy_folder, export, stored_policy, write_adapter
     from fp8core.run.replay import FAILURES, RunSnapshot
     from fp8core.run.resume import RedoError
 
     torch.set_num_threads(1)
-    refuse_existing(options.target)
+    check_target(options.target)
     folder, target, here = find_run(options.run), options.target.absolute(), Path.cwd()
     enter_origin(folder)
     admit_code(folder, (), here, trust=options.trust)
     original = RunSnapshot.read(folder)
-    original.refuse_unknown(options.step)
+    original.check_step(options.step)
     config = original.config(options.step)
-    refuse_format(config, options.format)
+    check_format(config, options.format)
     set_engine_variables(config)
     precision = config.precision
     # Layers that the rollouts kept in BF16 stay so.

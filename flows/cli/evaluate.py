@@ -46,7 +46,7 @@ def add_commands(commands: Any) -> None:
 
 def evaluate_target(options: argparse.Namespace) -> int:
     """Run the flow; returns the exit code (1: it failed), raises UserError."""
-    from flows.evaluation import EvaluationRequest, refuse, refuse_unread
+    from flows.evaluation import EvaluationRequest, check_readable, refuse
 
     here = Path.cwd()
     if not (Path(options.target) / "config.json").is_file():
@@ -61,7 +61,7 @@ def evaluate_target(options: argparse.Namespace) -> int:
     asked = EvaluationRequest(**parameters)
     refuse(asked)
     with long_part("checking model and data"):
-        refuse_unread(asked)
+        check_readable(asked)
     prepare_prefect("flows.evaluate")
     # An exception, so that Prefect's server hears of it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped("terminated", ExitCode.TERMINATED)))

@@ -164,7 +164,7 @@ def add_commands(commands: Any) -> None:
 
 def up(options: argparse.Namespace) -> int:
     """Start everything and wait; returns the exit code (1: a service died), raises UserError before it starts."""
-    _refuse_taken({"--prefect-port": options.prefect_port, "--mlflow-port": options.mlflow_port})
+    _check_ports({"--prefect-port": options.prefect_port, "--mlflow-port": options.mlflow_port})
     if not (ROOT / "prefect.yaml").is_file():
         raise UserError(f"{ROOT} has no prefect.yaml: `fp8-grpo up` needs a checkout of the repository")
     runs = options.runs.absolute()
@@ -210,7 +210,7 @@ def wait(services: Services) -> NoReturn:
         raise
 
 
-def _refuse_taken(ports: Mapping[str, int]) -> None:
+def _check_ports(ports: Mapping[str, int]) -> None:
     for option, port in ports.items():
         try:
             socket.create_server(("127.0.0.1", port)).close()

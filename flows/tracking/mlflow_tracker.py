@@ -18,11 +18,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from flows.tracking.store import (
+    check_artifact_place,
     get_or_create_experiment,
     is_server,
     prepare_store,
     public_address,
-    refuse_strange_artifacts,
     store_errors,
 )
 from flows.tracking.tracker import RUN_DIRECTORY, TRAINING, Checkpoint, RunOutcome, Table
@@ -64,7 +64,7 @@ class MlflowTracker:
                 experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
                 tags = {TRAINING: training, RUN_DIRECTORY: str(folder)}
                 run = _tagged(client, experiment, tags) or client.create_run(experiment, None, tags, name)
-            refuse_strange_artifacts(uri, run, config.tracking.uri)
+            check_artifact_place(uri, run, config.tracking.uri)
             client.update_run(run.info.run_id, "RUNNING")  # A deleted run is refused.
         return cls(uri, run.info.experiment_id, run.info.run_id, config.tracking.system_metrics)
 

@@ -8,10 +8,10 @@ from mlflow.entities import LoggedModelInput, Metric, Param
 
 from flows.tracking.record import read_record
 from flows.tracking.store import (
+    check_artifact_place,
     existing_store,
     get_or_create_experiment,
     prepare_store,
-    refuse_strange_artifacts,
     resolve_tracking_uri,
     store_errors,
     store_of_folder,
@@ -68,7 +68,7 @@ def _log(
     run = client.create_run(experiment, None, {EVALUATION: of}, f"evaluate-{of}")
     run_id, ended = str(run.info.run_id), "FAILED"
     try:
-        refuse_strange_artifacts(uri, run, configured)
+        check_artifact_place(uri, run, configured)
         if model_id is not None:
             client.log_inputs(run_id, models=[LoggedModelInput(model_id)])
         params, now = [Param(*item) for item in _params(result).items()], time.time_ns() // 1_000_000

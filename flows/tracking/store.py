@@ -74,7 +74,7 @@ def store_of_folder(stored: str | None, folder: Path, configured: str | None = N
     )
 
 
-def refuse_strange_artifacts(uri: str, run: Run, configured: str | None) -> None:
+def check_artifact_place(uri: str, run: Run, configured: str | None) -> None:
     """Raises UserError: a local store that the user does not name, maybe a stranger's, names a server for artifacts."""
     place = run.info.artifact_uri
     if uri.startswith("sqlite") and named_store(configured) is None and urlsplit(place).scheme not in ("", "file"):
@@ -155,7 +155,7 @@ def artifact_root(runs: Path) -> str:
     return (runs.absolute() / "mlartifacts").as_uri()
 
 
-def refuse_silence(configured: str | None) -> None:
+def check_server(configured: str | None) -> None:
     """Raises UserError: the user names a server (`named_store`), and none answers. No store is made."""
     uri = named_store(configured)
     if uri is None or not is_server(uri):

@@ -31,7 +31,7 @@ def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
     own = settings.address is None
     named = f"cluster.address={settings.address}"
     if settings.address not in (None, "auto"):
-        _refuse_silence(settings.address, named)
+        _check_server(settings.address, named)
     if ray.is_initialized():
         if not own and settings.address == _joined:
             return
@@ -58,7 +58,7 @@ def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
     _joined = settings.address
 
 
-def _refuse_silence(address: str, named: str) -> None:
+def _check_server(address: str, named: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()

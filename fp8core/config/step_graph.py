@@ -74,8 +74,8 @@ def _connect(step: StepConfig, resolve: Callable[[str], StepSpec]) -> PlannedSte
     except UserError as error:
         raise UserError(f"step {step.name}: {error}") from error
     inputs = step.inputs()
-    _refuse_unknown_ports(step.name, "input", inputs, spec.input_kinds)
-    _refuse_unknown_ports(step.name, "output", step.provides, spec.outputs)
+    _check_port_names(step.name, "input", inputs, spec.input_kinds)
+    _check_port_names(step.name, "output", step.provides, spec.outputs)
     missing = [port for port in spec.inputs if port not in inputs]
     if missing:
         raise UserError(f"step {step.name}: needs does not name the required input {missing[0]}")
@@ -83,7 +83,7 @@ def _connect(step: StepConfig, resolve: Callable[[str], StepSpec]) -> PlannedSte
     return PlannedStep(step.name, step.uses, spec, inputs, outputs, _options(step, spec))
 
 
-def _refuse_unknown_ports(step: str, direction: str, ports: Iterable[str], known: Mapping[str, str]) -> None:
+def _check_port_names(step: str, direction: str, ports: Iterable[str], known: Mapping[str, str]) -> None:
     for port in ports:
         if port not in known:
             raise UserError(f"step {step}: it has no {direction} port {port}; {suggestion(port, known)}")

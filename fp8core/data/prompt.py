@@ -118,11 +118,11 @@ def encode_prompt(
         tokens = tokenizer.encode(text, add_special_tokens=not chat)
     except UserError as error:
         raise UserError(f"{problem.place}: {error}" if problem.place else str(error)) from error
-    refuse_length(problem, len(tokens), "tokens", config, max_positions)
+    check_length(problem, len(tokens), "tokens", config, max_positions)
     return text, tokens
 
 
-def refuse_length(problem: Problem, tokens: int, of_what: str, config: RunConfig, max_positions: int) -> None:
+def check_length(problem: Problem, tokens: int, of_what: str, config: RunConfig, max_positions: int) -> None:
     """Raises UserError, with the place of the problem, on a prompt of so many tokens that does not fit."""
     limit = longest_prompt(config, max_positions)
     if not 0 < tokens <= limit:
@@ -135,7 +135,7 @@ def refuse_length(problem: Problem, tokens: int, of_what: str, config: RunConfig
         )
 
 
-def refuse_unfit(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
+def check_prompt(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
     """Raises UserError as `encode_prompt`, at the cost of encoding only where a text may be too long.
 
     A token stands for a byte at least; where a tokenizer's normaliser lengthens a text, `encode_prompt` still refuses.

@@ -26,11 +26,11 @@ from fp8core.data.prompt import (
     Message,
     Problem,
     PromptSource,
+    check_prompt,
     generator,
     is_heldout,
     problem,
     problems_digest,
-    refuse_unfit,
 )
 from fp8core.data.references import counted, readable
 from fp8core.errors import InvalidReply, UserError, first_line
@@ -303,7 +303,7 @@ def check_problems(
             raise UserError(f"{error}: {counted(left_out, len(every))}; the first: {left_out[0].fault}") from error
     source.heldout(config.evaluation.prompts)
     for row in problems:
-        refuse_unfit(row, config, tokenizer, max_positions)
+        check_prompt(row, config, tokenizer, max_positions)
     source.training(0, config.rollout.drawn_prompts, config.seed)
     return CheckedSource(source, len(left_out), f"{counted(left_out, len(every))} and left out" if left_out else None)
 

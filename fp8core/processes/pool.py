@@ -177,7 +177,7 @@ def serve(channel: int, function: str) -> None:
         limits, settings = control.recv()
         try:
             service: Service = getattr(import_module(module), name)(**settings)
-            _refuse_threads()
+            _check_threads()
         except UserError as error:
             control.send((None, str(error)))
             return
@@ -187,7 +187,7 @@ def serve(channel: int, function: str) -> None:
         _fork_until_closed(control, service, limits)
 
 
-def _refuse_threads() -> None:
+def _check_threads() -> None:
     """A fork copies one thread; locks that others hold would stay locked for ever."""
     if (count := psutil.Process().num_threads()) > 1:
         raise UserError(

@@ -13,7 +13,7 @@ def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> 
         os.environ.setdefault(name, value)
 
 
-def refuse_others(required: Mapping[str, str], moment: str) -> None:
+def check_variables(required: Mapping[str, str], moment: str) -> None:
     """Raises UserError: a variable has another value than is required at this moment, or none."""
     for name, value in required.items():
         if (found := os.environ.get(name)) != value:

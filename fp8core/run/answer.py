@@ -25,10 +25,10 @@ from fp8core.run.policy import check_formats, check_report
 from fp8core.run.precision_gap import texts_of
 from fp8core.run.rollouts import (
     all_of,
+    check_failed,
     failures,
     groups_of,
     problem_table,
-    refuse_failed,
     score,
     stored_endings,
     tables_of,
@@ -83,7 +83,7 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
         described = engine.describe()
     rollouts, turns = tables_of(episodes, groups, config, base.tokenizer)
     if turns is not None:
-        refuse_failed(config, turns)
+        check_failed(config, turns)
     verdicts = [found.verdict for found in score(verifier, asked, stored_endings(rollouts, turns))]
     measurement = _measured(questions, [one.completion for one in episodes], verdicts)
     return PrecisionAnswers(measurement, described, failures(config, verdicts), answer_logprob)

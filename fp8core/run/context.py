@@ -69,7 +69,7 @@ class RunContext:
     halted: threading.Event = field(default_factory=threading.Event, repr=False)
     """Set when a task of the step failed or the run was interrupted: parallel tasks must stop."""
 
-    def refuse_halted(self) -> None:
+    def check_halted(self) -> None:
         if self.halted.is_set():
             raise RuntimeError("another task of the step has failed")
 

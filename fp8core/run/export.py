@@ -63,10 +63,10 @@ def read_origin(folder: Path) -> Origin:
 @contextmanager
 def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterator[ExportedPolicy]:
     """Raises UserError: the policy cannot be restored equal; StoredFileError: its checkpoint is of other weights."""
-    original.refuse_unknown(step)
+    original.check_step(step)
     checkpoint = _checkpoint(original, step)
     if checkpoint is not None:
-        _refuse_other_weights(original, step, checkpoint.weights_digest)
+        _check_weights(original, step, checkpoint.weights_digest)
         folder = original.folder / checkpoint.uri
         check_checkpoint(folder, step, checkpoint.weights_digest)
         check_weights(folder, checkpoint.weights_digest)
@@ -83,7 +83,7 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
             # The warm start names its weights as a whole, Megatron's trainer those of each process.
             whole = step == START
             digest = masters_digest(run.initial_policy(), torch.device("cpu")) if whole else trainer.digest()
-            _refuse_other_weights(original, step, digest)
+            _check_weights(original, step, digest)
             trainer.save_policy(folder / POLICY, run.tokenizer)
             state = folder / "state"
             state.mkdir()
@@ -102,7 +102,7 @@ def export(
     write: Callable[[Path], object],
 ) -> None:
     """Write a policy and its origin to a folder that appears whole or not at all. Raises UserError."""
-    refuse_existing(target)
+    check_target(target)
     partial = target.absolute().with_name(f".{target.name}.export")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -127,7 +127,7 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def refuse_format(config: RunConfig, format: Format) -> None:
+def check_format(config: RunConfig, format: Format) -> None:
     if format == "peft" and config.training.lora is None:
         raise UserError("--format peft: the run has no adapters (training.lora is null); choose bf16 or fp8")
 
@@ -157,7 +157,7 @@ def write_adapter(policy: ExportedPolicy, config: RunConfig, target: Path) -> No
     write_file(target / "adapter_config.json", f"{json.dumps(described, indent=2)}\n".encode())
 
 
-def refuse_existing(target: Path) -> None:
+def check_target(target: Path) -> None:
     if target.exists() or target.is_symlink():
         raise UserError(f"{target}: already exists; an export is never written over something else")
 
@@ -176,7 +176,7 @@ def _checkpoint(original: RunSnapshot, step: int) -> CheckpointEntry | None:
     return None
 
 
-def _refuse_other_weights(original: RunSnapshot, step: int, weights_digest: str) -> None:
+def _check_weights(original: RunSnapshot, step: int, weights_digest: str) -> None:
     recorded = weights_of(original.ledger, original.store, step)
     if weights_digest not in recorded:
         raise StoredFileError(

@@ -16,9 +16,9 @@ from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, public_dump, resume_command
 from fp8core.config.step_graph import StepGraph
 from fp8core.data.demonstrations import own_demonstrations
-from fp8core.data.prompt import Problem, PromptSource, longest_prompt, prompt_text, refuse_length
+from fp8core.data.prompt import Problem, PromptSource, check_length, longest_prompt, prompt_text
 from fp8core.data.source import CheckedSource, build_source, check_problems, failed_answer
-from fp8core.durable import refuse_unwritable
+from fp8core.durable import check_writable
 from fp8core.environments.chat import ObservationError, Talk
 from fp8core.environments.protocol import Outcome, Turn
 from fp8core.errors import InvalidReply, StoredFileError, UserError
@@ -47,7 +47,7 @@ from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import LEDGER, shards_of_steps
 from fp8core.store.ledger import START, LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, current_code, git_state, hardware
-from fp8core.store.run_directory import RunDescription, RunDirectory, read_description, refuse_in_use
+from fp8core.store.run_directory import RunDescription, RunDirectory, check_unlocked, read_description
 from fp8core.training.lora import frozen_line
 from fp8core.user_code import digest_of_code
 
@@ -58,7 +58,7 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
     with RunDirectory.create_or_open(config.runs.absolute() / name) as directory:
         described = directory.description()
         if described is not None:
-            refuse_other_run(described, directory.ledger, config, name, new_code=new_code)
+            check_run(described, directory.ledger, config, name, new_code=new_code)
         if not directory.ledger.holds_work():
             directory.write_description(public_dump(config), current_code())
         elif described is None:
@@ -103,7 +103,7 @@ def open_run(
             console.note(note)
         data = source.digest()
         if replayed is None:
-            refuse_other_data(config, directory.ledger, data)
+            check_other_data(config, directory.ledger, data)
         if replayed is None and not directory.ledger.holds_work():
             first = next(iter(source.to_check()))
             if (failure := failed_answer(first, config, verifier)) is not None:
@@ -157,15 +157,15 @@ def open_run(
             release(directory.path)
 
 
-def refuse_unrunnable(config: RunConfig, *, new_code: bool = False) -> None:
-    refuse_unrunnable_settings(config, new_code=new_code)
+def check_runnable(config: RunConfig, *, new_code: bool = False) -> None:
+    check_settings(config, new_code=new_code)
     check_inputs(config)
 
 
-def refuse_unrunnable_settings(config: RunConfig, *, new_code: bool = False) -> None:
+def check_settings(config: RunConfig, *, new_code: bool = False) -> None:
     assert config.run is not None, "the command or the flow names the run"
     graph_of(config)
-    refuse_conflict(config, new_code=new_code)
+    check_folder(config, new_code=new_code)
     node = members_node(config)
     check_memory(config, node, stored_ledger(config))
     check_cluster(config, node)
@@ -175,7 +175,7 @@ def check_inputs(config: RunConfig) -> None:
     source = build_source(config.data, config.evaluation)
     # With `skip` the verifier decides which rows are read.
     if (ledger := stored_ledger(config)) is not None and config.data.unreadable == "refuse":
-        refuse_other_data(config, ledger, source.digest())
+        check_other_data(config, ledger, source.digest())
     base = find_base(config)
     # A run that goes on has its warm start behind it, and reads them no more.
     trained = ledger is not None and "warm_start" in ledger.tasks(START)
@@ -184,7 +184,7 @@ def check_inputs(config: RunConfig) -> None:
     with closing(build_verifier(config.reward)) as verifier:
         source = check_data(config, base, source, verifier).source
     if ledger is not None:
-        refuse_other_data(config, ledger, source.digest())
+        check_other_data(config, ledger, source.digest())
     if base.checkpoint is not None:
         base.checkpoint.check_head()
     if config.environment is not None:
@@ -197,7 +197,7 @@ def check_data(config: RunConfig, base: BaseModel, source: PromptSource, verifie
     check_stop_strings(config, base.tokenizer)
     check_template_arguments(config, base.tokenizer)
     if config.loss.distillation.teacher is not None:
-        refuse_small_teacher(config, base.arch, find_teacher(config, base.tokenizer).architecture)
+        check_teacher(config, base.arch, find_teacher(config, base.tokenizer).architecture)
     return check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
 
 
@@ -221,7 +221,7 @@ def check_template_arguments(config: RunConfig, tokenizer: Tokenizer) -> None:
             raise UserError(f"data.template_arguments: {name}: the chat template of the model does not read it")
 
 
-def refuse_small_teacher(config: RunConfig, arch: Architecture, teacher: Architecture) -> None:
+def check_teacher(config: RunConfig, arch: Architecture, teacher: Architecture) -> None:
     named = f"loss.distillation.teacher={config.loss.distillation.teacher}"
     positions = longest_row(config, arch)
     longest = longest_prompt(config, positions) + config.rollout.max_new_tokens
@@ -257,7 +257,7 @@ def check_opening(
         except ObservationError as error:
             place = problem.place or problem.prompt_id
             raise UserError(f"{place}: environment.name={name} begins with: {error}") from error
-        refuse_length(problem, count, f"tokens as environment.name={name} begins it", config, max_positions)
+        check_length(problem, count, f"tokens as environment.name={name} begins it", config, max_positions)
 
 
 def stored_ledger(config: RunConfig) -> LedgerView | None:
@@ -266,20 +266,20 @@ def stored_ledger(config: RunConfig) -> LedgerView | None:
     return LedgerView.read(ledger)
 
 
-def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
+def check_folder(config: RunConfig, *, new_code: bool = False) -> None:
     if config.run is None:
-        refuse_unwritable(config.runs.absolute())
+        check_writable(config.runs.absolute())
         return
     folder = config.runs.absolute() / config.run
-    refuse_unwritable(folder)
+    check_writable(folder)
     described = read_description(folder)
     if described is not None:
-        refuse_in_use(folder)
+        check_unlocked(folder)
         if (folder / LEDGER).exists():
-            refuse_other_run(described, LedgerView.read(folder / LEDGER), config, config.run, new_code=new_code)
+            check_run(described, LedgerView.read(folder / LEDGER), config, config.run, new_code=new_code)
 
 
-def refuse_other_data(config: RunConfig, ledger: LedgerView, data: str | None) -> None:
+def check_other_data(config: RunConfig, ledger: LedgerView, data: str | None) -> None:
     last = ledger.last_segment()
     if not ledger.holds_work() or last is None or last.data in (None, data):
         return
@@ -292,9 +292,7 @@ def refuse_other_data(config: RunConfig, ledger: LedgerView, data: str | None) -
     )
 
 
-def refuse_other_run(
-    described: RunDescription, ledger: LedgerView, config: RunConfig, name: str, *, new_code: bool
-) -> None:
+def check_run(described: RunDescription, ledger: LedgerView, config: RunConfig, name: str, *, new_code: bool) -> None:
     if not ledger.holds_work():
         return
     try:
@@ -309,10 +307,10 @@ def refuse_other_run(
         hint = "; begin another one for that: fp8-grpo run ... --set run=NAME" if others else ""
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}{hint}")
     if not new_code:
-        refuse_other_code(described, ledger.last_segment(), config, name)
+        check_code(described, ledger.last_segment(), config, name)
 
 
-def refuse_other_code(described: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:
+def check_code(described: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:
     before = other_code(described, last)
     if before is not None:
         raise UserError(

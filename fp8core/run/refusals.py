@@ -56,8 +56,8 @@ def pipeline_of(config: RunConfig) -> StepGraph:
             f"rollout.oversample={config.rollout.oversample:g}: no step chooses among the prompts: insert the step "
             "tasks.filter:filter, and rewire train: {rewards: filtered} (as configs/dapo.yaml does), or set it to 1"
         )
-    _refuse_source(config)
-    _refuse_ahead(config)
+    _check_source(config)
+    _check_ahead(config)
     return graph
 
 
@@ -74,7 +74,7 @@ def _check_declared_steps(config: RunConfig, uses: set[str]) -> None:
             raise UserError(f"{setting}: pipeline.steps has {found}; take the steps of `base: pipeline.yaml`")
 
 
-def _refuse_source(config: RunConfig) -> None:
+def _check_source(config: RunConfig) -> None:
     source, trainer = config.logprobs.source, trainer_of(config.training)
     if source == "pass":
         return
@@ -90,7 +90,7 @@ def _refuse_source(config: RunConfig) -> None:
         raise UserError(f"{place}: log-probs are not promised to be equal bit for bit ({reason}); set it to training")
 
 
-def _refuse_ahead(config: RunConfig) -> None:
+def _check_ahead(config: RunConfig) -> None:
     if config.pipeline.mode == "synchronous":
         return
     place, rollout = f"pipeline.mode={config.pipeline.mode}", config.rollout
@@ -105,7 +105,7 @@ def _refuse_ahead(config: RunConfig) -> None:
             "true"
         )
     if (reason := unverifiable(config)) is not None:
-        _refuse_unverified(config, reason)
+        _check_staleness(config, reason)
     others = {
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
@@ -116,7 +116,7 @@ def _refuse_ahead(config: RunConfig) -> None:
         raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
 
 
-def _refuse_unverified(config: RunConfig, reason: str) -> None:
+def _check_staleness(config: RunConfig, reason: str) -> None:
     if uncorrected_lag(config) is not None and not config.precision.accept_mismatch:
         raise UserError(
             f"correction.method={config.correction.method}: with pipeline.mode={config.pipeline.mode} the run is "

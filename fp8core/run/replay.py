@@ -56,9 +56,9 @@ class RunSnapshot:
         replay = begun.replay.model_copy(update={"level": record.level})
         return begun.model_copy(update={"steps": record.steps, "replay": replay})
 
-    def refuse_unknown(self, step: int) -> None:
+    def check_step(self, step: int) -> None:
         committed = self.ledger.steps()
-        self.ledger.refuse_gap(START, max(committed, default=START - 1))
+        self.ledger.check_no_gap(START, max(committed, default=START - 1))
         if step not in committed:
             known = f"steps 0 to {max(committed)} are" if committed else "no step is"
             raise UserError(f"run {self.folder.name}: step {step} is not committed; {known}")
@@ -121,7 +121,7 @@ class ReplayResult:
 def replay(original: RunSnapshot, steps: range, console: Console) -> Iterator[ReplayResult]:
     """A verdict a step; the first that is different is the last. Raises UserError: a step cannot be restored."""
     for step in steps:
-        original.refuse_unknown(step)
+        original.check_step(step)
     config = original.config(steps[0])
     with scratch_folder(original.folder, steps[0], config) as folder:
         try:

@@ -43,7 +43,7 @@ def restore(run: RunContext) -> int:
     damaged = next((step for step in range(_first_step_read(run, last), last + 1) if not _is_intact(run, step)), None)
     load_state(run, last if damaged is None else damaged - 1)
     begun = run.ready_trainer().version
-    ledger.refuse_gap(begun, last)
+    ledger.check_no_gap(begun, last)
     rewind_to(run, last if damaged is None else damaged - 1)
     for index in () if damaged is None else range(damaged, last + 1):
         _make_again(run, index)

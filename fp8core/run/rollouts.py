@@ -152,9 +152,9 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
 
 
 def check_episodes(run: RunContext, index: int, turns: pa.Table) -> None:
-    """As `refuse_failed`; where it raises, a run that goes on plays the episodes again."""
+    """As `check_failed`; where it raises, a run that goes on plays the episodes again."""
     try:
-        refuse_failed(run.config, turns)
+        check_failed(run.config, turns)
     except UserError:
         shards_of(run, index).clear()
         raise
@@ -167,7 +167,7 @@ def while_going(run: RunContext, played: Generator[list[Episode], None, None]) -
         for batch in played:
             if batch:
                 yield batch
-            run.refuse_halted()
+            run.check_halted()
 
 
 def all_of(played: Iterable[list[Episode]], count: int, progress: Progress = tell_progress) -> list[Episode]:
@@ -206,7 +206,7 @@ def heldout_accuracy(
     episodes = all_of(while_going(run, played), len(groups))
     rollouts, turns = tables_of(episodes, groups, run.config, run.tokenizer)
     if turns is not None:
-        refuse_failed(run.config, turns)
+        check_failed(run.config, turns)
     verdicts = [found.verdict for found in score(run.verifier.main, asked, stored_endings(rollouts, turns))]
     tell_failures(run, "held-out prompts", verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
@@ -304,7 +304,7 @@ def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> No
         run.console.note(f"{what}: {text}")
 
 
-def refuse_failed(config: RunConfig, turns: pa.Table) -> None:
+def check_failed(config: RunConfig, turns: pa.Table) -> None:
     """Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment."""
     ended = turns.filter(pc.not_equal(turns["outcome"], "")).select(["turn", "outcome", "detail"]).to_pylist()
     for all_ended, where in (

@@ -81,14 +81,14 @@ def first_scales(run: RunContext) -> TaskResult:
         try:
             amax = run.ready_trainer().statistics(batch).amax()
         except GroupNotFinite as error:
-            _refuse_not_finite(run, error)
+            _check_finite(run, error)
             raise
         return {"scales": store_scales(run, 0, amax)}
 
     return run_task(run, START, "calibrate", {}, body)
 
 
-def _refuse_not_finite(run: RunContext, error: GroupNotFinite) -> None:
+def _check_finite(run: RunContext, error: GroupNotFinite) -> None:
     for name, tensor in run.base.items():
         if not tensor.isfinite().all():
             raise UserError(f"model={run.config.model}: tensor {name} holds NaN or infinity") from error

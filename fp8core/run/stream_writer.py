@@ -139,7 +139,7 @@ class StreamWriter:
                 done += len(batch)
                 tell_progress(done, total)
                 yield self._told(batch, by_number, places)
-                run.refuse_halted()
+                run.check_halted()
 
     def _play_episodes(
         self, by_number: Mapping[int, PromptGroup], places: Sequence[GroupPlace]

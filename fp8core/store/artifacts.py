@@ -73,17 +73,17 @@ def _reading(path: Path) -> Iterator[None]:
 def read_checked(path: Path, digest: str) -> bytes:
     with _reading(path):
         data = path.read_bytes()
-    _refuse_other(path, hashlib.sha256(data).hexdigest(), digest)
+    _check_other(path, hashlib.sha256(data).hexdigest(), digest)
     return data
 
 
 def _check_content(path: Path, digest: str) -> None:
     with _reading(path):
         found = durable.file_digest(path)
-    _refuse_other(path, found, digest)
+    _check_other(path, found, digest)
 
 
-def _refuse_other(path: Path, found: str, digest: str) -> None:
+def _check_other(path: Path, found: str, digest: str) -> None:
     if found != digest:
         raise ArtifactError(f"{path}: content differs: SHA-256 {found}, expected {digest}")
 

@@ -18,7 +18,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 def canonical_json(value: Any, name: str) -> bytes:
     """JSON with one spelling for one value. Raises UserError: NaN or infinity, with its path of keys; TypeError."""
-    _refuse_non_json(value, name)
+    _check_json(value, name)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -85,17 +85,17 @@ def shown(value: JsonValue) -> str:
             return str(value)
 
 
-def _refuse_non_json(value: Any, where: str) -> None:
+def _check_json(value: Any, where: str) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where} is {value}: JSON has no such number")
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError(f"{where}: the key {key!r} is not a string")
-            _refuse_non_json(item, f"{where}.{key}")
+            _check_json(item, f"{where}.{key}")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            _refuse_non_json(item, f"{where}[{i}]")
+            _check_json(item, f"{where}[{i}]")
 
 
 StepNumber = Annotated[int, Field(ge=0, description="Number of the step; 0 precedes the first iteration.")]

@@ -194,7 +194,7 @@ class LedgerView:
     def step(self, number: int) -> StepEntry | None:
         return self._steps.get(number)
 
-    def refuse_gap(self, first: int, last: int) -> None:
+    def check_no_gap(self, first: int, last: int) -> None:
         for index in range(first, last + 1):
             if self.step(index) is None:
                 raise StoredFileError(f"{self._path}: step {last} is committed, but step {index} is not")

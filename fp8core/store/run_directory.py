@@ -129,7 +129,7 @@ def _sweep(path: Path, ledger: Ledger) -> None:
     durable.sweep(path)
 
 
-def refuse_in_use(folder: Path) -> None:
+def check_unlocked(folder: Path) -> None:
     RunLock.acquire(folder / LOCK).release()
 
 

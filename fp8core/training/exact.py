@@ -40,11 +40,11 @@ from fp8core.training.registry import TrainerEntry
 from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
+    check_base,
+    check_digest,
+    check_shapes,
     read_state,
     read_tensors,
-    refuse_other_base,
-    refuse_other_digest,
-    refuse_other_shapes,
     write_state,
 )
 from fp8core.training.update_gain import Tile, UpdateGain, sampled_tiles
@@ -231,16 +231,16 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
 
     def load(self, folder: Path) -> None:
         state = read_state(folder)
-        refuse_other_base(folder, self._policy.base, state)
+        check_base(folder, self._policy.base, state)
         saved, moments = read_tensors(folder / MASTERS), read_tensors(folder / OPTIMISER)
-        refuse_other_shapes(folder / MASTERS, saved, self._policy.learnt)
-        refuse_other_shapes(folder / OPTIMISER, moments, self._optimiser.shapes(moments))
+        check_shapes(folder / MASTERS, saved, self._policy.learnt)
+        check_shapes(folder / OPTIMISER, moments, self._optimiser.shapes(moments))
         self._optimiser.state = dict(moments)
         for name, tensor in self._policy.learnt.items():
             tensor.data.copy_(saved[name])
         self._changed()
         self.version, self._updates = state.version, state.updates
-        refuse_other_digest(folder, self.digest(), state)
+        check_digest(folder, self.digest(), state)
 
 
 def _observe(

@@ -115,7 +115,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
                 slices = list(self._slices(part.sequences))
                 scores = _padded(part.sequences, slices, self._ranks.joined(own))
                 if update == 0:
-                    self._refuse_differing(
+                    self._check_agreement(
                         batch, {row: scores[0][row] for row in batch.audited if row < rows.stop}, passed
                     )
                 totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1, update + 1))
@@ -133,10 +133,10 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         if not rows:
             return {}
         passed = dict(zip(rows, self.logprobs(batch.sequences.part(rows), temperature, scales).logprobs, strict=True))
-        self._refuse_differing(batch, passed, {})
+        self._check_agreement(batch, passed, {})
         return passed
 
-    def _refuse_differing(
+    def _check_agreement(
         self, batch: RolloutBatch, audited: Mapping[int, Tensor], passed: Mapping[int, Tensor]
     ) -> None:
         """Raises LogprobError: the first token whose bits differ from the rollout, or where stale from a pass."""

@@ -62,7 +62,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def refuse_other_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+def check_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     _compare(path, *({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (found, wanted)))
 
 
@@ -73,14 +73,14 @@ def header_of(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, St
     return found
 
 
-def refuse_other_digest(folder: Path, found: str, state: SavedState) -> None:
+def check_digest(folder: Path, found: str, state: SavedState) -> None:
     """Raises StoredFileError: the weights are not those that the counters were saved with."""
     if found != state.digest:
         problem = f"digest: {state.digest}, but the weights have {found}"
         raise StoredFileError(f"{folder / STATE}: {problem}: not what was saved together")
 
 
-def refuse_other_base(folder: Path, base: str | None, state: SavedState) -> None:
+def check_base(folder: Path, base: str | None, state: SavedState) -> None:
     """Raises StoredFileError: the adapters were saved over other frozen weights."""
     if state.base != base:
         there, here = state.base or "nothing frozen", base or "nothing frozen"

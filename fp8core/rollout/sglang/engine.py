@@ -19,7 +19,7 @@ from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost
 from fp8core.models.architecture import Architecture
-from fp8core.processes.variables import refuse_others
+from fp8core.processes.variables import check_variables
 from fp8core.rollout.requirements import EngineBuild
 from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
@@ -60,7 +60,7 @@ class SglangEngine(ResidentEngine):
         worker: str = WORKER,
     ) -> None:
         """Raises UserError: its environment is not prepared; EngineLost: it ended while it started."""
-        refuse_others(required_environment(), "SGLang is started")
+        check_variables(required_environment(), "SGLang is started")
         longest = options.context_length or arch.max_positions
         super().__init__(arch, contract, lowest=_LOWEST_TEMPERATURE, sleeps=options.sleep, routes=False)
         self._build, self._graphs = build, options.graphs

@@ -31,7 +31,7 @@ from fp8core.training.megatron.parallel import joint_digest
 from fp8core.training.megatron.policy import CountedPack, MegatronPolicy
 from fp8core.training.packing import packs
 from fp8core.training.ranks import Ranks, together
-from fp8core.training.saved_state import SHARDS, STATE, read_state, refuse_other_digest
+from fp8core.training.saved_state import SHARDS, STATE, check_digest, read_state
 from fp8core.training.trainer import PolicyTrainer, ScoredBatch, left_aligned
 
 _STATISTICS = tuple(field.name for field in fields(ObjectiveTerms))
@@ -188,7 +188,7 @@ class MegatronTrainer(PolicyTrainer):
         self.version, self._updates = state.version, state.updates
         # The digest is that of every process's part: on another grid there are other parts.
         if state.grid == self._grid():
-            refuse_other_digest(folder, self.digest(), state)
+            check_digest(folder, self.digest(), state)
 
     def _grid(self) -> dict[str, int | bool]:
         names = {"tensor_parallel", "expert_parallel"}

@@ -45,10 +45,10 @@ from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
     SavedState,
+    check_base,
+    check_digest,
     header_of,
     read_state,
-    refuse_other_base,
-    refuse_other_digest,
     write_state,
 )
 from fp8core.training.trainer import ScoredBatch
@@ -146,7 +146,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         """Raises GroupNotFinite: a linear met NaN or infinity, which kernels only note."""
         scored = super().logprobs(batch, temperature, scales)
-        self._refuse_not_finite()
+        self._check_finite()
         return scored
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         slices = list(self._slices(batch))
         for index in self._ranks.own(len(slices)):
             self._hidden(self._packed(slices[index][1]), self._unscaled, (), statistics)
-        self._refuse_not_finite()
+        self._check_finite()
         self._ranks.combine_counts(statistics.combine)
         return statistics
 
@@ -244,7 +244,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._gradients = self._masters.collected(dict(self._decoder.named_parameters()))
 
     def _step(self, learning_rate: float) -> float:
-        self._refuse_not_finite()
+        self._check_finite()
         own = float(torch.nn.utils.get_total_norm(list(self._gradients.values())))
         norm = self._masters.whole_norm(own)
         if math.isfinite(norm):
@@ -261,7 +261,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def rest(self) -> None:
         self._decoder.drop_weights()
 
-    def _refuse_not_finite(self) -> None:
+    def _check_finite(self) -> None:
         self._ranks.maximum(self._flag.not_finite)
         try:
             self._flag.check()
@@ -300,7 +300,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
         def read() -> SavedState:
             state = read_state(folder)
-            refuse_other_base(folder, self._masters.base, state)
+            check_base(folder, self._masters.base, state)
             files = {name: header_of(folder / name, each) for name, each in ((MASTERS, shapes), (OPTIMISER, wanted))}
             for file, stored in files.items():
                 for name, start, tensor in self._own_rows(own[file]):
@@ -311,7 +311,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._decoder.drop_weights()
         self.version, self._updates = state.version, state.updates
         self._optimiser.updates = state.updates
-        refuse_other_digest(folder, self.digest(), state)
+        check_digest(folder, self.digest(), state)
 
 
 def pass_cost(arch: Architecture, lengths: Sequence[int]) -> int:

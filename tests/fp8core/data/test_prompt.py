@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fp8core.config.load import load_config
 from fp8core.data.chain import ALPHABET, EOS
-from fp8core.data.prompt import encode_prompt, generator, is_heldout, problem, refuse_unfit
+from fp8core.data.prompt import check_prompt, encode_prompt, generator, is_heldout, problem
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.run.open import check_template_arguments
@@ -105,7 +105,7 @@ def test_only_a_prompt_that_does_not_fit_is_too_long(characters, limit):
     asked, config = problem("2*7-0=", "4"), load_config("tiny", {"data.max_prompt_tokens": limit})
     refusal = pytest.raises(UserError, match="has 6 tokens") if limit < 6 else contextlib.nullcontext()
     with refusal:
-        refuse_unfit(asked, config, characters, 256)
+        check_prompt(asked, config, characters, 256)
 
 
 def test_template_arguments_reach_the_chat_template(bpe_tokenizer, tmp_path):
