@@ -23,6 +23,7 @@ def packed_attention(
     if form.exact.name in QUERY_TYPES:
         assert scales is not None, "FP8 attention without scales: calibrate first"
         return fp8_attention(qkv, layout, pack, scales, form.exact.name, form.longest)
+    assert form.exact.name == "bf16", form.exact.name
     out, logsumexp = _flash_attention(heads_of(qkv, layout), pack)
     out = out.flatten(1)
     return AttentionOutput(out, (out, logsumexp))

@@ -187,7 +187,7 @@ class InitialWeights(TensorSource):
 
     Outputs of a block are scaled by 1 / sqrt(2 layers) (GPT-2, Radford et al., 2019, section 2.3). An embedding that is
     also the head is drawn as a head, so that a fresh policy is nearly uniform. Processors with other vector units draw
-    other values."""
+    other values. The first tensor that is read draws all of them, which stay in memory."""
 
     def __init__(self, arch: Architecture, seed: int) -> None:
         self._arch, self._seed = arch, seed
