@@ -24,7 +24,6 @@ from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, printable
-from fp8core.processes.end_with_parent import follow_parent
 from fp8core.progress import Part
 from fp8core.report.console import Console
 from fp8core.report.drawing import draw_png
@@ -89,7 +88,6 @@ def grpo(
 
 def train(config: RunConfig, *, new_code: bool = False) -> dict[str, Any]:
     """Train from the run's current step to its last step, or to the step in which SIGTERM comes."""
-    follow_parent()  # Of a parity run: a training without it would keep its GPU.
     console, name = Console(cast(TextIO, LoggedLines(sys.stdout)), config.steps), run_name(config)
     set_engine_variables(config)
     compile_first(config, console)

@@ -25,7 +25,8 @@ def find_run(text: str) -> Path:
     places = [Path(text), runs / text]
     for folder in places:
         if read_description(folder) is not None:
-            return folder.absolute()
+            # Without `..`: the folder's store is named without it, too.
+            return Path(os.path.abspath(folder))
     looked = dict.fromkeys(str(place.absolute()) for place in places)  # One, where RUN is an absolute path.
     names = sorted(path.parent.name for path in runs.glob(f"*/{DESCRIPTION}"))
     near = meant(text, names) if os.sep not in text else ""

@@ -53,6 +53,9 @@ sys.path.append(str(Path(__file__).parent / "parts"))
 _VOCAB_SIZE = 512
 
 _CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
 {%- endfor %}
