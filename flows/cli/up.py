@@ -34,6 +34,7 @@ from fp8core.processes.end_with_parent import installed
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
 
 ROOT = Path(__file__).parents[2]
 CPU, GPU = "fp8-grpo-cpu", "fp8-grpo-gpu"
@@ -113,6 +114,8 @@ class Services:
         self._signals: list[int] = []
         self.pause_pools: Callable[[], None] = lambda: None
         """Called before the trainings of workers are ended, so that no other begins."""
+        self.await_reports: Callable[[], None] = lambda: None
+        """Called when they have ended, before their workers do."""
 
     def __enter__(self) -> Self:
         return self
@@ -122,6 +125,7 @@ class Services:
             self.pause_pools()
         for worker in self.workers:
             worker.stop_children()
+        self.await_reports()
         for service in reversed(self._services):
             service.stop()
 
@@ -245,6 +249,7 @@ def _serve(services: Services, api: str, login: str, environment: Mapping[str, s
             client.create_work_pool(made, overwrite=True)
         _deploy(client, environment)
         services.pause_pools = partial(_pause, api, login, served)
+        services.await_reports = partial(_await_reports, api, login, served)
         for pool in served:
             _end_lost_runs(client, pool)
             # It begins the next run when the process of one has ended.
@@ -266,6 +271,19 @@ def _pause(api: str, login: str, pools: Sequence[str]) -> None:
                 client.update_work_pool(pool, WorkPoolUpdate(is_paused=True))
     except httpx.HTTPError as error:
         say(f"Prefect's server does not answer, and a run that waits may begin: {first_line(error)}")
+
+
+def _await_reports(api: str, login: str, pools: Sequence[str]) -> None:
+    """Until the workers of this machine have reported the ends of their runs; a worker that is stopped never does."""
+    import httpx
+    from prefect.client.orchestration import SyncPrefectClient
+
+    here, deadline = f"{socket.gethostname()}:", time.monotonic() + _SERVER_SECONDS
+    with contextlib.suppress(httpx.HTTPError), SyncPrefectClient(api, auth_string=login) as client:
+        while time.monotonic() < deadline:
+            if not any((run.infrastructure_pid or "").startswith(here) for p in pools for run in _begun(client, p)):
+                return
+            time.sleep(_POLL_SECONDS)
 
 
 def _deploy(client: "SyncPrefectClient", environment: Mapping[str, str]) -> None:
@@ -292,6 +310,16 @@ def _deploy(client: "SyncPrefectClient", environment: Mapping[str, str]) -> None
 
 def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:
     """Runs that hold the place of a pool without any worker have crashed: their machine, or their worker, is gone."""
+    from prefect.states import Crashed
+
+    if _is_online(client, pool):
+        return
+    for run in _begun(client, pool):
+        client.set_flow_run_state(run.id, Crashed(message="its worker is gone; a retry continues the run"), force=True)
+
+
+def _begun(client: "SyncPrefectClient", pool: str) -> "list[FlowRun]":
+    """Runs of a pool that have begun and not ended."""
     from prefect.client.schemas.filters import (
         FlowRunFilter,
         FlowRunFilterState,
@@ -300,16 +328,11 @@ def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:
         WorkPoolFilterName,
     )
     from prefect.client.schemas.objects import StateType
-    from prefect.states import Crashed
 
-    if _is_online(client, pool):
-        return
-    begun = FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING, StateType.CANCELLING])
+    states = FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING, StateType.CANCELLING])
     of_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
-    for run in client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=begun)), work_pool_filter=of_pool
-    ):
-        client.set_flow_run_state(run.id, Crashed(message="its worker is gone; a retry continues the run"), force=True)
+    begun = FlowRunFilter(state=FlowRunFilterState(type=states))
+    return client.read_flow_runs(flow_run_filter=begun, work_pool_filter=of_pool)
 
 
 def _is_online(client: "SyncPrefectClient", pool: str) -> bool:
