@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -259,14 +259,22 @@ def _serve(services: Services, api: str, login: str, environment: Mapping[str, s
     return served
 
 
-def _pause(api: str, login: str, pools: Sequence[str]) -> None:
-    import httpx
+@contextlib.contextmanager
+def _client_at_end(api: str, login: str) -> "Iterator[SyncPrefectClient]":
+    """It gives up soon on a server that is gone."""
     from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.actions import WorkPoolUpdate
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 2}), SyncPrefectClient(api, auth_string=login) as client:
+        yield client
+
+
+def _pause(api: str, login: str, pools: Sequence[str]) -> None:
+    import httpx
+    from prefect.client.schemas.actions import WorkPoolUpdate
+
     try:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 2}), SyncPrefectClient(api, auth_string=login) as client:
+        with _client_at_end(api, login) as client:
             for pool in pools:
                 client.update_work_pool(pool, WorkPoolUpdate(is_paused=True))
     except httpx.HTTPError as error:
@@ -276,10 +284,10 @@ def _pause(api: str, login: str, pools: Sequence[str]) -> None:
 def _await_reports(api: str, login: str, pools: Sequence[str]) -> None:
     """Until the workers of this machine have reported the ends of their runs; a worker that is stopped never does."""
     import httpx
-    from prefect.client.orchestration import SyncPrefectClient
 
     here, deadline = f"{socket.gethostname()}:", time.monotonic() + _SERVER_SECONDS
-    with contextlib.suppress(httpx.HTTPError), SyncPrefectClient(api, auth_string=login) as client:
+    # `_pause` has said that the server is gone.
+    with contextlib.suppress(httpx.HTTPError), _client_at_end(api, login) as client:
         while time.monotonic() < deadline:
             if not any((run.infrastructure_pid or "").startswith(here) for p in pools for run in _begun(client, p)):
                 return
