@@ -2,7 +2,7 @@
 
     pool -> host: settings                host -> pool: (description, None) or (None, the reason for which it failed)
     pool -> host: the end of a pipe       process -> pool, by that pipe: its number, and a reply to each request
-                                          host -> pool, by that pipe: Ended, when the process has ended
+                                          host -> pool, by that pipe: ProcessExit, when the process has ended
 
 A process that is late is killed with its group, and costs nothing but the answer that it was to give.
 """

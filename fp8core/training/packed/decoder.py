@@ -265,7 +265,7 @@ class PackedDecoder(nn.Module):
     def __init__(
         self, arch: Architecture, blocks: Sequence[Blocks], device: torch.device, recompute: bool, keep: Keep
     ) -> None:
-        """`recompute`: the backward computes again what `Kept` need not have."""
+        """`recompute`: the backward computes again what `LayerActivations` need not have."""
         super().__init__()
         assert not arch.sparse_layers, "experts are not packed"
         self.arch, self._run = arch, PackedLayer.forward if recompute else PackedLayer.kept_forward
