@@ -383,7 +383,7 @@ def differing(trainer: PackedTrainer, policy: cases.Policy, episodes: Sequence[E
     batch = TokenBatch.of([episode.prompt for episode in episodes], [completion.tokens for completion in done])
     scored = trainer.logprobs(batch, 1.0, policy.scales.layers).logprobs
     other = [
-        (row[: len(completion.tokens)] != torch.tensor(completion.logprobs))[torch.tensor(completion.written)]
+        (row[: len(completion.tokens)] != torch.tensor(completion.logprobs))[torch.tensor(completion.policy_mask)]
         for row, completion in zip(scored, done, strict=True)
     ]
     found = torch.cat(other)

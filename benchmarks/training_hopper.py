@@ -263,7 +263,7 @@ def flops(arch: Architecture, batch: RolloutBatch) -> float:
     linear = sum(a * b for name, (a, *rest) in shapes.items() for b in rest if ".layers." in name)
     rows, length = batch.sequences.tokens.shape
     attention = 6 * rows * length * length * arch.num_heads * arch.head_dim * arch.num_layers
-    head = 6 * arch.vocab_size * arch.hidden_size * int(batch.mask.sum())
+    head = 6 * arch.vocab_size * arch.hidden_size * int(batch.policy_mask.sum())
     return 6.0 * linear * rows * length + attention + head
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fp8core.config.section import Section
-from fp8core.run.batches import counted_rows, rows_with_signal
+from fp8core.run.batches import baseline_mask, rows_with_signal
 from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
 from tasks.step import step
@@ -28,14 +28,14 @@ def filter(run: RunContext, index: int, options: FilterOptions, rewards: Ref) ->
     """Clear `keep` of every completion of a group that stays out of the loss: the scores in its baseline are equal."""
     store = run.directory.store
     table = store.get_table(rewards)
-    kept = keep_informative(table, options.groups, counted_rows(table, run.config))
-    return {"filtered": store.put_table("rewards", kept)}
+    filtered = keep_informative(table, options.groups, baseline_mask(table, run.config))
+    return {"filtered": store.put_table("rewards", filtered)}
 
 
-def keep_informative(rewards: pa.Table, groups: int | None, compared: Tensor) -> pa.Table:
-    """`compared`: bool [rows], those that may make the baseline of advantages, as far as they are kept."""
-    keep = torch.tensor(rewards["keep"].to_pylist(), dtype=torch.bool)
-    signal = (keep & rows_with_signal(rewards, keep & compared)).tolist()
+def keep_informative(rewards: pa.Table, groups: int | None, baseline: Tensor) -> pa.Table:
+    """`baseline`: bool [rows], those that may make the baseline of advantages, if they are in the loss."""
+    row_mask = torch.tensor(rewards["keep"].to_pylist(), dtype=torch.bool)
+    signal = (row_mask & rows_with_signal(rewards, row_mask & baseline)).tolist()
     rows = rewards.to_pylist()
     wanted = {*sorted({row["group"] for row, differs in zip(rows, signal, strict=True) if differs})[:groups]}
     chosen = [{**row, "keep": row["keep"] and row["group"] in wanted} for row in rows]

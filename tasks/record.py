@@ -21,7 +21,14 @@ from fp8core.rl.batch import padded
 from fp8core.rl.losses import ClipRange
 from fp8core.rl.presets import correction_rule
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
-from fp8core.run.batches import compared_rows, counted_rows, lag_error, learnt_tokens, read_scales, rows_with_signal
+from fp8core.run.batches import (
+    baseline_mask,
+    compared_rows,
+    first_update_mask,
+    lag_error,
+    read_scales,
+    rows_with_signal,
+)
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import episode_means
 from fp8core.store.artifacts import Ref
@@ -63,8 +70,8 @@ def record(run: RunContext, index: int, options: NoOptions, **artifacts: Ref) ->
     completions = store.get_table(artifacts["rollouts"], columns)
     rewarded, scored = store.get_table(artifacts["rewards"]), store.get_table(artifacts["logprobs"])
     learning = store.get_table(artifacts["learnt"]) if "learnt" in artifacts else rewarded
-    written = padded(completions["written"], torch.bool, False)
-    compared, against = compared_rows(run.config, index, written), scored
+    policy_mask = padded(completions["written"], torch.bool, False)
+    compared, against = compared_rows(run.config, index, policy_mask), scored
     if "behaviour" in artifacts:
         compared, against = behind(scored, store.get_table(artifacts["behaviour"]))
     played = store.get_table(artifacts["turns"]) if "turns" in artifacts else None
@@ -116,19 +123,19 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def reward_metrics(rewards: pa.Table, config: RunConfig) -> dict[str, float]:
-    """Spread and signal are those of `counted_rows`."""
+    """Spread and signal are those of `baseline_mask`."""
     values, scores = (
         torch.tensor(column.to_pylist(), dtype=torch.float64) for column in (rewards["reward"], scores_of(rewards))
     )
     groups = torch.tensor(rewards["group"].to_pylist())
-    counted = counted_rows(rewards, config)
-    spread = float(scores[counted].std(correction=0)) if counted.any() else 0.0
-    mixed = groups[rows_with_signal(rewards, counted)]
+    baseline = baseline_mask(rewards, config)
+    spread = float(scores[baseline].std(correction=0)) if baseline.any() else 0.0
+    mixed = groups[rows_with_signal(rewards, baseline)]
     outcomes = Counter(rewards["outcome"].to_pylist())
     return {
         "reward/mean": float(values.mean()),
         # A replay may find that all episodes failed.
-        "reward/std": float(values[counted].std(correction=0)) if counted.any() else 0.0,
+        "reward/std": float(values[baseline].std(correction=0)) if baseline.any() else 0.0,
         **({"reward/score_std": spread} if "score" in rewards.column_names else {}),
         "reward/groups_with_signal": len(mixed.unique()) / len(groups.unique()),
         "reward/kept_share": sum(rewards["keep"].to_pylist()) / rewards.num_rows,
@@ -142,15 +149,15 @@ def reward_metrics(rewards: pa.Table, config: RunConfig) -> dict[str, float]:
 
 
 def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
-    written = padded(rollouts["written"], torch.bool, False)
-    lengths = written.sum(dim=1).double()
+    policy_mask = padded(rollouts["written"], torch.bool, False)
+    lengths = policy_mask.sum(dim=1).double()
     entropy = padded(logprobs["entropy"], torch.float64, 0.0)
     return {
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
         "rollout/tokens": float(lengths.sum()),
         "rollout/cut_off_share": rollouts["finish"].to_pylist().count("length") / rollouts.num_rows,
-        "rollout/entropy": float(entropy[written].mean()),
+        "rollout/entropy": float(entropy[policy_mask].mean()),
     }
 
 
@@ -215,16 +222,16 @@ def age_metrics(
     rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table, newest: int, config: RunConfig
 ) -> dict[str, float]:
     """Age of the tokens, and by age the weights of the policy `newest` over the one that wrote a token."""
-    written = padded(rollouts["written"], torch.bool, False)
-    ages = torch.zeros(written.shape, dtype=torch.int64)
+    policy_mask = padded(rollouts["written"], torch.bool, False)
+    ages = torch.zeros(policy_mask.shape, dtype=torch.int64)
     if "versions" in rollouts.column_names:
         ages = newest - padded(rollouts["versions"], torch.int64, newest)
     old, sampled = (padded(table["logprobs"], torch.float32, 0.0) for table in (logprobs, rollouts))
-    learnt = learnt_tokens(rollouts, rewards, config)
+    updated = first_update_mask(rollouts, rewards, config)
     clip = ClipRange(low=config.loss.clip_low, high=config.loss.clip_high)
-    lag = lag_metrics(old, sampled, ages, learnt, correction_rule(config.correction).weight_cap, clip)
+    lag = lag_metrics(old, sampled, ages, updated, correction_rule(config.correction).weight_cap, clip)
     return {
-        **{f"rollout/{name}": value for name, value in staleness_metrics(ages, written).items()},
+        **{f"rollout/{name}": value for name, value in staleness_metrics(ages, policy_mask).items()},
         **{f"correction/{name}": value for name, value in lag.items()},
     }
 

@@ -146,8 +146,8 @@ def behaviour_table(run: RunContext, index: int, rollouts: pa.Table, rows: Seque
     scored = behaviour_logprobs(run, token_batch(taken), versions)
     if run.config.logprobs.source == "rollout":
         for row, ours in zip(taken.to_pylist(), scored[0], strict=True):
-            theirs, written = torch.tensor(row["logprobs"]), torch.tensor(row["written"])
-            if differing := first_differing(theirs, ours[: len(theirs)], written):
+            theirs, policy_mask = torch.tensor(row["logprobs"]), torch.tensor(row["written"])
+            if differing := first_differing(theirs, ours[: len(theirs)], policy_mask):
                 raise LogprobError(f"group {row['group']}, sample {row['sample']}, {differing}; no update was begun")
     lengths = (versions >= 0).sum(dim=1).numpy()
     columns = {

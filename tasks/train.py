@@ -13,7 +13,7 @@ from fp8core.rl.objective import row_advantages
 from fp8core.run.batches import (
     UPDATE_COLUMNS,
     compared_rows,
-    observed_tokens,
+    observation_mask,
     read_scales,
     rollout_batch,
     stored_scores,
@@ -90,16 +90,16 @@ def train_scoring(
     batch = update_batch(run, table, None, rewards, signals)
     sampled = config.logprobs.source == "rollout"
     if sampled:
-        keys, compared = enumerate(keys_of(table)), compared_rows(config, index, batch.mask).tolist()
+        keys, compared = enumerate(keys_of(table)), compared_rows(config, index, batch.policy_mask).tolist()
         audited = {row: f"group {group}, sample {sample}" for row, (group, sample) in keys if compared[row]}
         batch = replace(batch, audited=audited)
         if versions and (older := padded(table["versions"], torch.int64, version) < version).any():
-            batch = replace(batch, stale=older)
+            batch = replace(batch, stale_mask=older)
     report, scored = trainer.scored_step(batch, config.rollout.temperature, read_scales(run, scales).layers)
     if sampled:
-        scored = replace(scored, logprobs=torch.where(batch.of_this_policy, batch.rollout_logprobs, scored.logprobs))
-    learnt = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=scored.logprobs)
-    return stored_update(run, report, learnt, table) | stored_scores(run, version, table, scored)
+        scored = replace(scored, logprobs=torch.where(batch.fresh_mask, batch.rollout_logprobs, scored.logprobs))
+    scored_batch = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=scored.logprobs)
+    return stored_update(run, report, scored_batch, table) | stored_scores(run, version, table, scored)
 
 
 def update_batch(
@@ -109,7 +109,7 @@ def update_batch(
     found = {name: store.get_table(ref) for name, ref in signals.items()}
     batch = rollout_batch(rollouts, store.get_table(rewards), logprobs, found.get("reference"), run.config)
     if "turns" in found:
-        batch = replace(batch, observed=observed_tokens(rollouts, found["turns"], batch.mask.shape[1]))
+        batch = replace(batch, observation_mask=observation_mask(rollouts, found["turns"], batch.policy_mask.shape[1]))
     if "teacher" in found:
         batch = replace(batch, teacher_logprobs=padded(found["teacher"]["logprobs"], torch.float32, 0.0))
     return batch

@@ -21,20 +21,20 @@ from fp8core.rl.batch import TokenBatch
 class TokenisedDemonstration:
     """Prompt and completion as token ids; the completion ends with the end-of-sequence token.
 
-    `written`: which of its tokens are learnt, where others are a tool's; None: all.
+    `policy_mask`: which of its tokens the policy learns to write; the others are a tool's. None: all.
     """
 
     prompt: Sequence[int]
     completion: Sequence[int]
-    written: Sequence[bool] | None = None
+    policy_mask: Sequence[bool] | None = None
 
 
 def demonstrated(rows: Sequence[TokenisedDemonstration]) -> TokenBatch:
     batch = TokenBatch.of([row.prompt for row in rows], [row.completion for row in rows])
     for place, row in enumerate(rows):
-        if row.written is not None:
+        if row.policy_mask is not None:
             begin = len(row.prompt)
-            batch.completion[place, begin : begin + len(row.written)] = torch.tensor(row.written)
+            batch.response_mask[place, begin : begin + len(row.policy_mask)] = torch.tensor(row.policy_mask)
     return batch
 
 
@@ -53,8 +53,8 @@ def _tokenised(row: Demonstration, tokenizer: Tokenizer) -> TokenisedDemonstrati
         return TokenisedDemonstration(prompt, completion)
     call = tokenizer.encode(tool_call(row.question))
     answer = tokenizer.encode(f"{OBSERVATION}{running_values(row.question)[-1]}")
-    written = [True] * len(call) + [False] * len(answer) + [True] * len(completion)
-    return TokenisedDemonstration(prompt, [*call, *answer, *completion], written)
+    policy_mask = [True] * len(call) + [False] * len(answer) + [True] * len(completion)
+    return TokenisedDemonstration(prompt, [*call, *answer, *completion], policy_mask)
 
 
 def own_demonstrations(

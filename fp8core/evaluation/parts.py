@@ -141,12 +141,12 @@ def _with_fp8_inputs(plain: Formats, whole: Formats) -> Formats:
 class _Comparison:
     """Places of texts under BF16 and under a part; all [places].
 
-    `asked` is True on a token of the prompt, `answered` where the next token is the right answer's. `nats` is KL.
+    `prompt` is True on a token of the prompt, `answered` where the next token is the right answer's. `nats` is KL.
     `wanted` is the log-prob of the right answer's next token in BF16, `found` under the part; both 0 elsewhere.
     """
 
     text: Tensor
-    asked: Tensor
+    prompt: Tensor
     answered: Tensor
     nats: Tensor
     same: Tensor
@@ -168,7 +168,7 @@ def part_costs(subjects: Subjects, texts: Sequence[Text], progress: Progress) ->
     answers = sum(bool(text.answer) for text in texts)
     return PartCosts(
         texts=len(texts),
-        tokens=int(first.asked.sum()),
+        tokens=int(first.prompt.sum()),
         answers=answers,
         answer_logprob=float(first.wanted.sum()) / answers if answers else None,
         parts={name: _cost(found, answers) for name, found in whole.items()},
@@ -188,11 +188,11 @@ def _batches(texts: Sequence[Text], vocabulary: int) -> Iterator[list[int]]:
 
 def _compare(subjects: Subjects, texts: Sequence[Text], numbers: Sequence[int]) -> Iterator[tuple[str, _Comparison]]:
     batch = TokenBatch.of([texts[i].prompt for i in numbers], [texts[i].answer for i in numbers])
-    asked = batch.valid & ~batch.completion
-    answered = torch.nn.functional.pad(batch.completion[:, 1:], (0, 1))
-    places = asked | answered
+    prompt = batch.prompt_mask
+    answered = torch.nn.functional.pad(batch.response_mask[:, 1:], (0, 1))
+    places = prompt | answered
     targets = batch.tokens.roll(-1, dims=1)[places, None]
-    text, asked, answered = torch.tensor(numbers)[places.nonzero()[:, 0]], asked[places], answered[places]
+    text, prompt, answered = torch.tensor(numbers)[places.nonzero()[:, 0]], prompt[places], answered[places]
     expected = subjects.bf16.logprobs(batch, places)
     wanted = expected.gather(-1, targets)[:, 0] * answered
     for name, part in subjects.parts.items():
@@ -201,7 +201,7 @@ def _compare(subjects: Subjects, texts: Sequence[Text], numbers: Sequence[int]) 
             name,
             _Comparison(
                 text,
-                asked,
+                prompt,
                 answered,
                 nats=(expected.exp() * (expected - logprobs)).sum(-1),
                 same=expected.argmax(-1) == logprobs.argmax(-1),
@@ -216,13 +216,13 @@ def _joined(found: Sequence[_Comparison]) -> _Comparison:
 
 
 def _cost(found: _Comparison, answers: int) -> PartCost:
-    nats, text = found.nats[found.asked], found.text[found.asked]
+    nats, text = found.nats[found.prompt], found.text[found.prompt]
     by_text = torch.bincount(text, nats) / torch.bincount(text)
     return PartCost(
         nats=float(nats.mean()),
         median=float(by_text.quantile(0.5)),
         worst=float(by_text.max()),
-        same_choice=float(found.same[found.asked].double().mean()),
+        same_choice=float(found.same[found.prompt].double().mean()),
         answer_nats=float(found.nats[found.answered].mean()) if answers else None,
         answer_shift=float((found.found - found.wanted).sum()) / answers if answers else None,
     )

@@ -115,8 +115,9 @@ class Decoder:
         routing = TOP_K if batch.experts is None else ReplayedRouting(batch.experts)
         context = FullContext.of(batch.valid)
         hidden = self.hidden(weights, batch.tokens, batch.positions, context, scales, observe, routing)
-        written = batch.completion[:, 1:]
-        states, targets = hidden[:, :-1][written], batch.tokens[:, 1:][written]
+        predicted = batch.response_mask[:, 1:]
+        states = hidden[:, :-1][predicted]
+        targets = batch.tokens[:, 1:][predicted]
         return token_logprobs(states, weights.head, self.formats.head, targets, temperature)
 
     def rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:

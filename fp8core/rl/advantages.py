@@ -1,7 +1,7 @@
 """Advantages from one reward per completion: N rewards, each in the group of its prompt.
 
-Rows that are not kept are in no mean and no standard deviation, and get 0. Equal rewards give exactly 0. A row without
-a kept sibling gets 0 (verl gives it the raw reward). Standard deviations are a sample's, as in TRL, verl, SkyRL, slime.
+Rows outside `baseline_mask` are in no mean and no standard deviation, and get 0. Equal rewards give exactly 0. A row
+alone in it gets 0 (verl gives it the raw reward). Standard deviations are a sample's, as in TRL, verl, SkyRL, slime.
 """
 
 from collections.abc import Callable
@@ -16,29 +16,31 @@ class Groups:
     """Rewards in the groups of their prompts; each row holds the statistics of its group, [N].
 
     Attributes:
-        keep: bool, rows that make the baseline of their group.
-        count: kept rows of the group, FP64.
-        centred: rewards minus the mean of the kept ones, FP64; 0 of rows that are not kept.
+        baseline_mask: bool, rows that make the baseline of their group.
+        count: rows of the group in the baseline, FP64.
+        centred: rewards minus the mean of the baseline, FP64; 0 of rows outside it.
     """
 
     index: Tensor
-    keep: Tensor
+    baseline_mask: Tensor
     count: Tensor
     centred: Tensor
 
     @classmethod
-    def of(cls, rewards: Tensor, groups: Tensor, keep: Tensor) -> "Groups":
-        """From FP64 rewards, integer labels of groups and bool `keep`, each [N]."""
-        assert keep.dtype == torch.bool, f"keep is {keep.dtype}, not bool"
-        assert rewards.shape == groups.shape == keep.shape == (len(rewards),), "rewards, groups and keep are [N]"
+    def of(cls, rewards: Tensor, groups: Tensor, baseline_mask: Tensor) -> "Groups":
+        """From FP64 rewards, integer labels of groups and bool `baseline_mask`, each [N]."""
+        assert baseline_mask.dtype == torch.bool, f"baseline_mask is {baseline_mask.dtype}, not bool"
+        assert rewards.shape == groups.shape == baseline_mask.shape == (len(rewards),), (
+            "rewards, groups and mask are [N]"
+        )
         index = torch.unique(groups, return_inverse=True)[1]
         # Relative to the group's smallest reward, equal rewards are exact zeros, and so are their mean and spread.
         infinity = torch.full_like(rewards, torch.inf, dtype=torch.float64)
-        lowest = infinity.scatter_reduce(0, index, torch.where(keep, rewards.double(), torch.inf), "amin")
-        shifted = torch.where(keep, rewards.double() - lowest[index], 0.0)
-        count = _group_sum(keep.double(), index)
+        lowest = infinity.scatter_reduce(0, index, torch.where(baseline_mask, rewards.double(), torch.inf), "amin")
+        shifted = torch.where(baseline_mask, rewards.double() - lowest[index], 0.0)
+        count = _group_sum(baseline_mask.double(), index)
         mean = _group_sum(shifted, index) / count.clamp_min(1)
-        return cls(index, keep, count, torch.where(keep, shifted - mean, 0.0))
+        return cls(index, baseline_mask, count, torch.where(baseline_mask, shifted - mean, 0.0))
 
     @property
     def minus_others(self) -> Tensor:
@@ -46,7 +48,7 @@ class Groups:
         return self.centred * self.count / (self.count - 1).clamp_min(1)
 
     def sum(self, values: Tensor) -> Tensor:
-        return _group_sum(torch.where(self.keep, values, 0.0), self.index)
+        return _group_sum(torch.where(self.baseline_mask, values, 0.0), self.index)
 
     def advantages(self, values: Tensor) -> Tensor:
         """`values`, but 0 for rows at their group's mean: rejected, alone, or of equal rewards, where 0/0 may arise."""
@@ -102,12 +104,12 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, penalty: flo
     return -penalty * ((lengths.double() - (max_length - buffer)) / buffer).clamp(0, 1)
 
 
-def informative(rewards: Tensor, groups: Tensor, keep: Tensor) -> Tensor:
-    """Bool [N]: rows of groups whose kept rewards are not all equal (dynamic sampling, arXiv 2503.14476, eq. 11)."""
+def informative(rewards: Tensor, groups: Tensor, baseline_mask: Tensor) -> Tensor:
+    """Bool [N]: rows of groups whose rewards in the baseline differ (dynamic sampling, arXiv 2503.14476, eq. 11)."""
     index = torch.unique(groups, return_inverse=True)[1]
 
     def extreme(empty: float, reduce: str) -> Tensor:
         start = torch.full_like(rewards, empty)
-        return start.scatter_reduce(0, index, torch.where(keep, rewards, empty), reduce)[index]
+        return start.scatter_reduce(0, index, torch.where(baseline_mask, rewards, empty), reduce)[index]
 
     return extreme(torch.inf, "amin") < extreme(-torch.inf, "amax")

@@ -1,11 +1,16 @@
-"""Rollouts as tensors for the trainer, padded on the right, and as columns of stored tables."""
+"""Rollouts as tensors for the trainer, padded on the right, and as columns of stored tables.
+
+`response_mask` has all tokens after the prompt, `policy_mask` those that the policy wrote. `row_mask` has the rows that
+may be in the loss. Then the correction decides: the loss divides by the tokens of `loss_mask`, and has a term for those
+of `accepted_mask`.
+"""
 
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +25,13 @@ class TokenBatch:
     Attributes:
         tokens: int64 [B, T].
         valid: bool [B, T], False on padding.
-        completion: bool [B, T], True on tokens the policy wrote; never in column 0.
+        response_mask: bool [B, T], True after the prompt; never in column 0. Demonstrations: on the tokens to learn.
         experts: int16 [B, T, sparse layers, k] to replay, -1 where the router is to choose; None without replay.
     """
 
     tokens: Tensor
     valid: Tensor
-    completion: Tensor
+    response_mask: Tensor
     experts: Tensor | None = None
 
     @classmethod
@@ -53,6 +58,10 @@ class TokenBatch:
         return cls.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
 
     @property
+    def prompt_mask(self) -> Tensor:
+        return self.valid & ~self.response_mask
+
+    @property
     def positions(self) -> Tensor:
         """int64 [B, T], from 0 in every row; 0 on padding."""
         return torch.where(self.valid, torch.arange(self.tokens.shape[1]), 0)
@@ -67,9 +76,9 @@ class TokenBatch:
             yield rows, self.part(rows, length)
 
     def part(self, rows: slice | list[int], length: int | None = None) -> "TokenBatch":
-        tokens, valid, completion = (x[rows, :length] for x in (self.tokens, self.valid, self.completion))
+        tokens, valid, response_mask = (x[rows, :length] for x in (self.tokens, self.valid, self.response_mask))
         experts = None if self.experts is None else self.experts[rows, :length]
-        return TokenBatch(tokens, valid, completion, experts)
+        return TokenBatch(tokens, valid, response_mask, experts)
 
 
 @dataclass(frozen=True)
@@ -78,56 +87,69 @@ class RolloutBatch:
 
     Attributes:
         sequences: the tokens.
-        mask: bool [B, C], tokens that the policy wrote.
+        policy_mask: bool [B, C], tokens that the policy wrote.
         rollout_logprobs: FP32, under the policy that sampled.
-        old_logprobs: FP32, under the trainer's policy at the start of the step, or of `stale` tokens under the policy
-            that wrote them; None for those of the one update's forward.
+        old_logprobs: FP32, under the trainer's policy at the start of the step, or of tokens in `stale_mask` under
+            the policy that wrote them; None for those of the one update's forward.
         reference_logprobs: FP32 under the frozen reference policy, or None.
         advantages: FP32 [B].
-        keep: bool [B], False for rows that are left out of the loss.
-        weights: [B, C], importance weights; None until `Objective.corrected` has set them.
-        kept: bool [B, C], tokens of the mask that the correction has not rejected; None until then, too.
+        row_mask: bool [B], rows that may be in the loss.
         centred_rewards: FP32 [B], rewards minus the mean of their prompt group; None where rewards are not known.
         teacher_logprobs: FP32 under the teacher of a distillation, or None.
         audited: number of a row -> its name, of those whose log-probs under the trainer's policy must be the rollout's.
-        observed: bool [B, C], tokens of an environment, by its turns; None where there are none.
-        stale: bool [B, C], tokens of older policies whose own log-probs are the old ones; None where there are none.
+        observation_mask: bool [B, C], tokens of an environment, by its turns; None without any.
+        stale_mask: bool [B, C], tokens of older policies, whose own log-probs are the old ones; None without any.
     """
 
     sequences: TokenBatch
-    mask: Tensor
+    policy_mask: Tensor
     rollout_logprobs: Tensor
     old_logprobs: Tensor | None
     reference_logprobs: Tensor | None
     advantages: Tensor
-    keep: Tensor
-    weights: Tensor | None = None
-    kept: Tensor | None = None
+    row_mask: Tensor
     centred_rewards: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     audited: Mapping[int, str] = field(default_factory=dict)
-    observed: Tensor | None = None
-    stale: Tensor | None = None
+    observation_mask: Tensor | None = None
+    stale_mask: Tensor | None = None
 
     @property
-    def of_this_policy(self) -> Tensor:
+    def fresh_mask(self) -> Tensor:
         """bool [B, C], tokens whose rollout log-probs are under the policy at the start of the step."""
-        return self.mask if self.stale is None else self.mask & ~self.stale
+        return self.policy_mask if self.stale_mask is None else self.policy_mask & ~self.stale_mask
 
-    def rows(self, rows: slice) -> "RolloutBatch":
+    def rows(self, rows: slice) -> Self:
         parts: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, sequences=self.sequences.part(rows), **parts)
 
 
-def drawn_rows(written: Tensor, share: float, purpose: str) -> list[int]:
-    """A share of the rows with a token in `written`, bool [rows, longest], ascending, and one at least; the text of
-    `purpose` decides which."""
+@dataclass(frozen=True, kw_only=True)
+class CorrectedBatch(RolloutBatch):
+    """A batch as the loss reads it (`Objective.corrected`).
 
-    def drawn(row: int) -> bytes:
+    Attributes:
+        loss_mask: bool [B, C], tokens that the loss divides by.
+        accepted_mask: bool [B, C], tokens that the correction has not rejected.
+        weights: importance weights, float [B, C].
+
+    The last two are None as long as there are no old log-probs to correct with.
+    """
+
+    loss_mask: Tensor
+    accepted_mask: Tensor | None = None
+    weights: Tensor | None = None
+
+
+def sampled_rows(policy_mask: Tensor, share: float, purpose: str) -> list[int]:
+    """A share of the rows with a token in the mask, bool [B, C], ascending, and one at least; the text of `purpose`
+    decides which."""
+
+    def order(row: int) -> bytes:
         return hashlib.sha256(f"{purpose}/{row}".encode()).digest()
 
-    spoken = written.any(dim=1).nonzero()[:, 0].tolist()
-    return sorted(sorted(spoken, key=drawn)[: math.ceil(share * len(spoken))])
+    rows = policy_mask.any(dim=1).nonzero()[:, 0].tolist()
+    return sorted(sorted(rows, key=order)[: math.ceil(share * len(rows))])
 
 
 def _pad_experts(rows: Sequence[Tensor], length: int) -> Tensor:

@@ -87,20 +87,20 @@ class Correction:
 
     Attributes:
         weights: [B, T] in the dtype of the training log-probs; 0 where `mask` is false.
-        mask: unmasked tokens that were not rejected.
-        counted: tokens that a loss divides by.
+        accepted_mask: bool [B, T], unmasked tokens that were not rejected.
+        loss_mask: bool [B, T], tokens that a loss divides by.
         metrics: shares of the unmasked tokens, or of their rows.
     """
 
     weights: Tensor
-    mask: Tensor
-    counted: Tensor
+    accepted_mask: Tensor
+    loss_mask: Tensor
     metrics: dict[str, float]
 
     @property
-    def keep(self) -> Tensor:
-        """Bool [B]: rows with a remaining token."""
-        return self.mask.any(dim=1)
+    def row_mask(self) -> Tensor:
+        """Bool [B]: rows with an accepted token."""
+        return self.accepted_mask.any(dim=1)
 
 
 def correct(rule: CorrectionConfig, training: Tensor, rollout: Tensor, mask: Tensor) -> Correction:
@@ -112,9 +112,9 @@ def correct(rule: CorrectionConfig, training: Tensor, rollout: Tensor, mask: Ten
     # d is not clamped here.
     catastrophic = torch.zeros_like(mask) if rule.veto is None else mask & (d < math.log(rule.veto))
     vetoed = catastrophic.any(dim=1)
-    kept = mask & ~vetoed[:, None]
+    accepted = mask & ~vetoed[:, None]
     for test in rule.filters:
-        kept = kept & passes(test, d, mask)
+        accepted = accepted & passes(test, d, mask)
     weights = raw = raw_weights(rule.weighting, d, mask)
     inside = within_bounds(rule.weighting, raw, mask)
     match rule.weighting.action:
@@ -125,21 +125,25 @@ def correct(rule: CorrectionConfig, training: Tensor, rollout: Tensor, mask: Ten
         case "band":
             weights = torch.where(inside, raw, 0.0)
         case "mask":
-            kept = kept & inside
-    weights = torch.where(kept, weights, 0.0)
-    factor = float(weights.sum() / kept.sum().clamp_min(1)) if rule.normalise == "token" else 1.0
+            accepted = accepted & inside
+    weights = torch.where(accepted, weights, 0.0)
+    factor = float(weights.sum() / accepted.sum().clamp_min(1)) if rule.normalise == "token" else 1.0
     # Weights whose mean is practically 0 are left as they are (verl's bound).
     factor = factor if factor > 1e-8 else 1.0
     metrics = {
-        "masked_fraction": _share(mask & ~kept, mask),
-        "seq_masked_fraction": _share((mask & ~kept).any(dim=1), mask.any(dim=1)),
+        "masked_fraction": _share(mask & ~accepted, mask),
+        "seq_masked_fraction": _share((mask & ~accepted).any(dim=1), mask.any(dim=1)),
         "oob_ratio": _share(mask & ~inside, mask),
         "batch_norm_factor": factor,
         "veto_fraction": _share(vetoed, mask.any(dim=1)),
         "catastrophic_token_fraction": _share(catastrophic, mask),
     }
-    counted = kept if rule.divides_by == "kept" else mask
-    return Correction(weights=(weights / factor).to(training.dtype), mask=kept, counted=counted, metrics=metrics)
+    return Correction(
+        weights=(weights / factor).to(training.dtype),
+        accepted_mask=accepted,
+        loss_mask=accepted if rule.divides_by == "kept" else mask,
+        metrics=metrics,
+    )
 
 
 def _share(part: Tensor, whole: Tensor) -> float:

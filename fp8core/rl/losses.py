@@ -80,29 +80,29 @@ class LossInputs:
         current: log-probs under the policy being updated, float [B, T]; the gradient flows through it.
         old: those under the policy at the start of the step (the rollout's in bypass mode), float [B, T].
         advantages: float [B], or [B, T] when they differ by token.
-        mask: bool [B, T], tokens that the policy wrote and that the loss divides by (`Correction.counted`).
+        loss_mask: bool [B, T], tokens that the loss divides by (`Correction.loss_mask`).
         denominator: of the whole optimiser batch, of which this is a part.
         weights: importance weights, float [B, T]; None is 1 everywhere.
-        kept: bool [B, T], tokens that were not rejected (`Correction.mask`); None is all of `mask`.
+        accepted_mask: bool [B, T], tokens that were not rejected; None is all of `loss_mask`.
     """
 
     current: Tensor
     old: Tensor
     advantages: Tensor
-    mask: Tensor
+    loss_mask: Tensor
     denominator: Denominator
     weights: Tensor | None = None
-    kept: Tensor | None = None
+    accepted_mask: Tensor | None = None
 
     @property
-    def learnt(self) -> Tensor:
-        """Bool [B, T]: tokens of `mask` that were not rejected, which alone have terms and parts in row means."""
-        return self.mask if self.kept is None else self.mask & self.kept
+    def active_mask(self) -> Tensor:
+        """Bool [B, T]: tokens of `loss_mask` that were not rejected. They alone have terms and count in row means."""
+        return self.loss_mask if self.accepted_mask is None else self.loss_mask & self.accepted_mask
 
     def __post_init__(self) -> None:
         shape = self.current.shape
-        assert self.mask.dtype == torch.bool, f"mask is {self.mask.dtype}, not bool"
-        for name in ("old", "mask", "weights", "kept"):
+        assert self.loss_mask.dtype == torch.bool, f"loss_mask is {self.loss_mask.dtype}, not bool"
+        for name in ("old", "loss_mask", "weights", "accepted_mask"):
             tensor = getattr(self, name)
             assert tensor is None or tensor.shape == shape, f"{name} and current differ in shape"
         assert self.advantages.shape in (shape, shape[:1]), "advantages are neither [B] nor [B, T]"
@@ -149,7 +149,7 @@ class MaskedInputs:
         advantages = inputs.advantages if inputs.advantages.ndim == 2 else inputs.advantages[:, None]
         weights = torch.ones_like(inputs.old) if inputs.weights is None else inputs.weights
         sources = (inputs.current, inputs.old.detach(), advantages.detach(), weights.detach())
-        return cls(*(torch.where(inputs.learnt, values.double(), 0.0) for values in sources))
+        return cls(*(torch.where(inputs.active_mask, values.double(), 0.0) for values in sources))
 
     @property
     def log_ratio(self) -> Tensor:
@@ -160,7 +160,8 @@ def loss_output(
     inputs: LossInputs, terms: Tensor, aggregate: Aggregate, ratio: Tensor, clipped: Tensor | None = None
 ) -> LossOutput:
     """The loss of terms [B, T]; `clipped`: bool [B, T], tokens whose gradient the clip removed, or None."""
-    mask, tokens = inputs.mask, max(inputs.denominator.tokens, 1)
+    mask = inputs.loss_mask
+    tokens = max(inputs.denominator.tokens, 1)
     lost = torch.zeros_like(mask) if clipped is None else clipped & mask
     return LossOutput(
         loss=aggregate(terms, mask, inputs.denominator),
@@ -184,9 +185,9 @@ def gspo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutpu
     and weights may differ by token; the log-ratio is at most 10, as in verl.
     """
     x = MaskedInputs.of(inputs)
-    lengths = inputs.learnt.sum(dim=1, keepdim=True).clamp_min(1)
+    lengths = inputs.active_mask.sum(dim=1, keepdim=True).clamp_min(1)
     log_s = (x.current - x.old).detach().sum(dim=1, keepdim=True) / lengths
-    log_ratio = torch.where(inputs.learnt, x.current - x.current.detach() + log_s, 0.0)
+    log_ratio = torch.where(inputs.active_mask, x.current - x.current.detach() + log_s, 0.0)
     return _clipped(inputs, clip, aggregate, x, log_ratio.clamp(max=10).exp())
 
 

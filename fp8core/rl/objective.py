@@ -1,7 +1,7 @@
 """The objective of one configuration: mismatch correction, policy loss and reference penalty, composed."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, DistillationConfig, LossConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.rl.alignment_metrics import clamp_exponent
-from fp8core.rl.batch import RolloutBatch
+from fp8core.rl.batch import CorrectedBatch, RolloutBatch
 from fp8core.rl.correction import correct
 from fp8core.rl.losses import (
     AGGREGATIONS,
@@ -102,24 +102,31 @@ class Objective:
         self._reference_weight = loss.reference_kl
         self._entropy_weight, self._distillation = loss.entropy, loss.distillation
 
-    def corrected(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
+    def corrected(self, batch: RolloutBatch) -> tuple[CorrectedBatch, dict[str, float]]:
         """The batch with its weights and without the rows that have no token left, and the correction's metrics.
 
-        In bypass mode weights, kept tokens and metrics are those of the first update. A batch without old log-probs is
-        corrected later, part by part; where that would be another correction, `whole_batch_setting` names the reason.
+        In bypass mode weights, accepted tokens and metrics are those of the first update. A batch without old log-probs
+        is corrected later, part by part; where that would be another correction, `whole_batch_setting` names why.
         """
-        batch = replace(batch, mask=batch.mask & batch.keep[:, None])
-        return (batch, {}) if batch.old_logprobs is None else self._apply_correction(batch.old_logprobs, batch)
+        values = {field.name: getattr(batch, field.name) for field in fields(RolloutBatch)}
+        uncorrected = CorrectedBatch(**values, loss_mask=batch.policy_mask & batch.row_mask[:, None])
+        if batch.old_logprobs is None:
+            return uncorrected, {}
+        return self._apply_correction(batch.old_logprobs, uncorrected)
 
-    def _apply_correction(self, training: Tensor, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
-        correction = correct(self._rule, training, batch.rollout_logprobs, batch.mask)
-        weights = correction.weights if self._weighted else correction.mask.to(correction.weights.dtype)
-        keep = batch.keep & correction.keep
-        corrected = replace(batch, mask=correction.counted, kept=correction.mask, weights=weights, keep=keep)
+    def _apply_correction(self, training: Tensor, batch: CorrectedBatch) -> tuple[CorrectedBatch, dict[str, float]]:
+        correction = correct(self._rule, training, batch.rollout_logprobs, batch.loss_mask)
+        corrected = replace(
+            batch,
+            loss_mask=correction.loss_mask,
+            accepted_mask=correction.accepted_mask,
+            weights=correction.weights if self._weighted else correction.accepted_mask.to(correction.weights.dtype),
+            row_mask=batch.row_mask & correction.row_mask,
+        )
         return corrected, correction.metrics
 
     def __call__(
-        self, current: Tensor, batch: RolloutBatch, denominator: Denominator, entropy: Tensor | None = None
+        self, current: Tensor, batch: CorrectedBatch, denominator: Denominator, entropy: Tensor | None = None
     ) -> ObjectiveTerms:
         """Loss of a micro-batch.
 
@@ -130,43 +137,45 @@ class Objective:
             entropy: FP32 [b, C], of the distribution of each token; differentiable. For an entropy bonus.
         """
         if batch.old_logprobs is None:
-            counted = batch.mask
+            uncorrected = batch
             batch, _ = self.corrected(replace(batch, old_logprobs=current.detach()))
-            assert torch.equal(batch.mask, counted), "the denominator was counted before the correction"
+            same = torch.equal(batch.loss_mask, uncorrected.loss_mask)
+            assert same, "the denominator was counted before the correction"
         inputs = self._inputs(current, batch, denominator)
         assert inputs.weights is not None, "_inputs gives weights"
         policy = self._policy(inputs, self._clip, self._aggregate)
-        deviation = torch.expm1(clamp_exponent(torch.where(inputs.mask, current.detach() - inputs.old, 0.0).double()))
+        log_ratio = torch.where(inputs.loss_mask, current.detach() - inputs.old, 0.0).double()
+        deviation = torch.expm1(clamp_exponent(log_ratio))
         penalty = divergence = self._penalty(current, batch, denominator, self._aggregate)
         if self._aggregate is not token_mean:
             divergence = self._penalty(current.detach(), batch, denominator, token_mean)
         return ObjectiveTerms(
-            loss=policy.loss + self._reference_weight * penalty - self._bonus(entropy, batch.mask, denominator),
+            loss=policy.loss + self._reference_weight * penalty - self._bonus(entropy, batch.loss_mask, denominator),
             clip_fraction=policy.clip_fraction,
             ratio_mean=policy.ratio_mean,
-            ratio_bias=token_mean(deviation, inputs.mask, denominator),
+            ratio_bias=token_mean(deviation, inputs.loss_mask, denominator),
             ratio_deviation=deviation.abs().max(),
             reward_slope=reward_slope(policy.loss, current, batch, denominator),
-            weight_mean=token_mean(inputs.weights.double(), batch.mask, denominator),
-            zero_weight_fraction=token_mean((inputs.weights == 0).double(), batch.mask, denominator),
+            weight_mean=token_mean(inputs.weights.double(), batch.loss_mask, denominator),
+            zero_weight_fraction=token_mean((inputs.weights == 0).double(), batch.loss_mask, denominator),
             reference_kl=divergence,
-            teacher_kl=token_mean(-_towards_teacher(batch), batch.mask, denominator),
+            teacher_kl=token_mean(-_towards_teacher(batch), batch.loss_mask, denominator),
         )
 
-    def _inputs(self, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> LossInputs:
+    def _inputs(self, current: Tensor, batch: CorrectedBatch, denominator: Denominator) -> LossInputs:
         old = batch.rollout_logprobs if self._bypass else batch.old_logprobs
         assert old is not None, "old log-probs are given, or those of the call"
         # In bypass mode of the current policy, as verl (`compute_policy_loss_bypass_mode`).
-        judged = self._apply_correction(current, batch)[0] if self._bypass else batch
-        assert judged.weights is not None, "corrected() comes first"
+        corrected = self._apply_correction(current, batch)[0] if self._bypass else batch
+        assert corrected.weights is not None, "corrected() comes first"
         return LossInputs(
             current=current,
             old=old,
             advantages=_applied_advantages(batch, self._distillation),
-            mask=batch.mask,
+            loss_mask=batch.loss_mask,
             denominator=denominator,
-            weights=judged.weights,
-            kept=judged.kept,
+            weights=corrected.weights,
+            accepted_mask=corrected.accepted_mask,
         )
 
     def _bonus(self, entropy: Tensor | None, mask: Tensor, denominator: Denominator) -> Tensor | float:
@@ -175,14 +184,16 @@ class Objective:
         assert entropy is not None, "loss.entropy needs the entropy of each token"
         return self._entropy_weight * self._aggregate(entropy.double(), mask, denominator)
 
-    def _penalty(self, current: Tensor, batch: RolloutBatch, denominator: Denominator, aggregate: Aggregate) -> Tensor:
+    def _penalty(
+        self, current: Tensor, batch: CorrectedBatch, denominator: Denominator, aggregate: Aggregate
+    ) -> Tensor:
         if batch.reference_logprobs is None:
             assert self._reference_weight == 0, "loss.reference_kl needs the reference step"
             return torch.zeros((), dtype=torch.float64)
-        return reference_penalty(current, batch.reference_logprobs, batch.mask, denominator, aggregate)
+        return reference_penalty(current, batch.reference_logprobs, batch.loss_mask, denominator, aggregate)
 
 
-def reward_slope(loss: Tensor, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> Tensor:
+def reward_slope(loss: Tensor, current: Tensor, batch: CorrectedBatch, denominator: Denominator) -> Tensor:
     """Positive if descent along `loss` makes rewarded completions likelier: a share of the batch's mean, FP64 scalar.
 
     The mean over rows of -d loss / d log-prob, averaged over the row's tokens, times the row's centred reward. It is 0
@@ -192,20 +203,21 @@ def reward_slope(loss: Tensor, current: Tensor, batch: RolloutBatch, denominator
     if batch.centred_rewards is None or not current.requires_grad:
         return torch.zeros((), dtype=torch.float64)
     (slope,) = torch.autograd.grad(loss, current, retain_graph=True)
-    lengths = batch.mask.sum(dim=1).clamp_min(1)
-    push = torch.where(batch.mask, -slope.double(), 0.0).sum(dim=1) / lengths
+    lengths = batch.loss_mask.sum(dim=1).clamp_min(1)
+    push = torch.where(batch.loss_mask, -slope.double(), 0.0).sum(dim=1) / lengths
     return (push * batch.centred_rewards.double()).sum() * denominator.tokens / max(denominator.sequences, 1)
 
 
-def row_advantages(batch: RolloutBatch, loss: LossConfig, correction: CorrectionConfig) -> Tensor:
+def row_advantages(batch: RolloutBatch, loss: LossConfig, rule: CorrectionConfig) -> Tensor:
     """FP64 [B]: what the loss multiplies by, a mean over the tokens of a row that were not rejected; 0 without any."""
     assert batch.old_logprobs is not None, "the update was made"
-    mask = batch.mask & batch.keep[:, None]
-    kept = correct(correction_rule(correction), batch.old_logprobs, batch.rollout_logprobs, mask).mask
+    mask = batch.policy_mask & batch.row_mask[:, None]
+    correction = correct(correction_rule(rule), batch.old_logprobs, batch.rollout_logprobs, mask)
+    accepted = correction.accepted_mask
     values = _applied_advantages(batch, loss.distillation).double()
     if values.dim() == 1:
-        return torch.where(kept.any(dim=1), values, 0.0)
-    return torch.where(kept, values, 0.0).sum(dim=1) / kept.sum(dim=1).clamp_min(1)
+        return torch.where(accepted.any(dim=1), values, 0.0)
+    return torch.where(accepted, values, 0.0).sum(dim=1) / accepted.sum(dim=1).clamp_min(1)
 
 
 def _applied_advantages(batch: RolloutBatch, distillation: DistillationConfig) -> Tensor:
@@ -226,9 +238,9 @@ def _applied_advantages(batch: RolloutBatch, distillation: DistillationConfig) -
 
 def _towards_teacher(batch: RolloutBatch) -> Tensor:
     if batch.teacher_logprobs is None:
-        return torch.zeros(batch.mask.shape, dtype=torch.float64)
+        return torch.zeros(batch.policy_mask.shape, dtype=torch.float64)
     assert batch.old_logprobs is not None, "old log-probs are given, or those of the call"
-    return torch.where(batch.mask, batch.teacher_logprobs.double() - batch.old_logprobs.double(), 0.0)
+    return torch.where(batch.policy_mask, batch.teacher_logprobs.double() - batch.old_logprobs.double(), 0.0)
 
 
 def whole_batch_setting(correction: CorrectionConfig) -> str | None:

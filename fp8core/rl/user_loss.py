@@ -39,13 +39,13 @@ class Tokens:
     """The view of a micro-batch that a loss gets: FP64 [B, T], 0 at masked and rejected tokens.
 
     `current`, of the policy that is updated, carries the gradient. `old` is of the policy before the step, or in bypass
-    mode of the rollout policy. `mask`, bool [B, T], has the tokens that count.
+    mode of the rollout policy. `active_mask`, bool [B, T], has the tokens that need a term.
     """
 
     current: Tensor
     old: Tensor
     advantages: Tensor
-    mask: Tensor
+    active_mask: Tensor
     clip: ClipRange
 
     @property
@@ -78,9 +78,9 @@ class UserLoss:
     def __call__(self, inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
         """Raises UserError: the function raises, or returns anything but one finite term a token."""
         x = MaskedInputs.of(inputs)
-        tokens = Tokens(x.current, x.old, x.advantages, inputs.learnt, clip)
+        tokens = Tokens(x.current, x.old, x.advantages, inputs.active_mask, clip)
         terms = self._terms(tokens)
-        return loss_output(inputs, x.weights * torch.where(tokens.mask, terms, 0.0), aggregate, tokens.ratio)
+        return loss_output(inputs, x.weights * torch.where(tokens.active_mask, terms, 0.0), aggregate, tokens.ratio)
 
     def _terms(self, tokens: Tokens) -> Tensor:
         try:
@@ -88,11 +88,11 @@ class UserLoss:
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise self._refused(f"{frame.filename}:{frame.lineno}: {described_error(error)}") from error
-        shape = tokens.mask.shape
+        shape = tokens.active_mask.shape
         if not (isinstance(terms, Tensor) and terms.shape == shape and terms.is_floating_point()):
             found = f"{terms.dtype} {[*terms.shape]}" if isinstance(terms, Tensor) else type(terms).__name__
             raise self._refused(f"returned {found}, not floating-point terms {[*shape]}, one for each token")
-        wrong = tokens.mask & ~terms.isfinite()
+        wrong = tokens.active_mask & ~terms.isfinite()
         if wrong.any():
             row, token = wrong.nonzero()[0].tolist()
             value = terms[row, token].item()
@@ -139,7 +139,7 @@ def _try(loss: UserLoss) -> None:
         current=current,
         old=current.detach() + torch.tensor([0.1, 0.0, -0.1]),
         advantages=torch.tensor([1.0, -0.5]),
-        mask=mask,
+        loss_mask=mask,
         denominator=Denominator.of(mask),
     )
     loss(inputs, ClipRange(low=0.2, high=0.28), token_mean).loss.backward()

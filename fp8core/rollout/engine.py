@@ -83,7 +83,7 @@ class Completion:
         finish: `stop_string` of what was cut after one, `open` of what had no more room; `turns`, `observation` of an
             episode that its environment did not end.
         experts: when reported, int16 [positions, sparse layers, k], ascending; of all positions but the last.
-        written: which tokens the policy wrote; its environment wrote the others. None: it wrote them all.
+        policy_mask: which tokens the policy wrote; its environment wrote the others. None: it wrote them all.
     """
 
     group: int
@@ -92,16 +92,16 @@ class Completion:
     logprobs: list[float]
     finish: Finish
     experts: Tensor | None = field(default=None, compare=False)
-    written: list[bool] | None = None
+    policy_mask: list[bool] | None = None
 
     @property
     def length(self) -> int:
-        return len(self.tokens) if self.written is None else sum(self.written)
+        return len(self.tokens) if self.policy_mask is None else sum(self.policy_mask)
 
     def rest(self, before: int) -> "Completion":
-        written = None if self.written is None else self.written[before:]
+        policy_mask = None if self.policy_mask is None else self.policy_mask[before:]
         tokens, logprobs = self.tokens[before:], self.logprobs[before:]
-        return replace(self, tokens=tokens, logprobs=logprobs, experts=None, written=written)
+        return replace(self, tokens=tokens, logprobs=logprobs, experts=None, policy_mask=policy_mask)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class EpisodeState:
         self.request, self.task = request, task
         self.tokens, self.heard, self.actions = list[int](), list[Turn](), list[Action]()
         self._talk, self._budget, self._row_tokens = talk, budget, row_tokens
-        self._logprobs, self._written = list[float](), list[bool]()
+        self._logprobs, self._policy_mask = list[float](), list[bool]()
         self._turns, self._reward = list[TurnRecord](), 0.0
         self._began: Turn | Outcome | None = None
         self._opening_seconds = 0.0
@@ -222,16 +222,16 @@ class EpisodeState:
         self._turn = []
         return self.actions[-1]
 
-    def _extend(self, tokens: Sequence[int], logprobs: Sequence[float], written: bool) -> None:
+    def _extend(self, tokens: Sequence[int], logprobs: Sequence[float], by_policy: bool) -> None:
         self.tokens += tokens
         self._logprobs += logprobs
-        self._written += [written] * len(tokens)
+        self._policy_mask += [by_policy] * len(tokens)
 
     def _leave(self, finish: Finish, outcome: str = "", detail: str = "") -> Episode:
         if not self.tokens:
             self._extend([self._talk.tokenizer.end_id], [0.0], False)
-        written = None if all(self._written) else [*self._written]
-        completion = Completion(*self.key, [*self.tokens], [*self._logprobs], finish, written=written)
+        policy_mask = None if all(self._policy_mask) else [*self._policy_mask]
+        completion = Completion(*self.key, [*self.tokens], [*self._logprobs], finish, policy_mask=policy_mask)
         told = tuple(self._turns), outcome, self._reward, detail, self._began, self._opening_seconds
         return Episode(completion, self.request.prompt, *told, self if finish == "open" else None)
 

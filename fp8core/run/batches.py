@@ -12,7 +12,7 @@ from fp8core.config.run import RunConfig
 from fp8core.numerics.kv_scales import LayerAmax, LayerScales, scale_distance, scales_from_statistics
 from fp8core.rewards.scorer import check_reward
 from fp8core.rl.advantages import ESTIMATORS, Groups, informative
-from fp8core.rl.batch import RolloutBatch, TokenBatch, column, drawn_rows, padded, routes
+from fp8core.rl.batch import RolloutBatch, TokenBatch, column, padded, routes, sampled_rows
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import counts
@@ -77,12 +77,12 @@ def stored_scores(run: RunContext, version: int, rollouts: pa.Table, scored: Sco
     }
 
 
-def compared_rows(config: RunConfig, index: int, written: Tensor) -> Tensor:
-    """bool [rows]: completions whose log-probs under both policies are compared; `written`: bool [rows, longest]."""
+def compared_rows(config: RunConfig, index: int, policy_mask: Tensor) -> Tensor:
+    """bool [rows]: completions whose log-probs under both policies are compared; `policy_mask`: bool [rows, C]."""
     if config.logprobs.source != "rollout":
-        return torch.ones(len(written), dtype=torch.bool)
-    compared = torch.zeros(len(written), dtype=torch.bool)
-    compared[drawn_rows(written, config.logprobs.audit_share, f"audit/{config.seed}/{index}")] = True
+        return torch.ones(len(policy_mask), dtype=torch.bool)
+    compared = torch.zeros(len(policy_mask), dtype=torch.bool)
+    compared[sampled_rows(policy_mask, config.logprobs.audit_share, f"audit/{config.seed}/{index}")] = True
     return compared
 
 
@@ -121,41 +121,40 @@ def rollout_batch(
     old = rollouts if logprobs is None and config.logprobs.source == "rollout" else logprobs
     values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
     groups = torch.tensor(rewards["group"].to_pylist())
-    counted = counted_rows(rewards, config)
+    baseline = baseline_mask(rewards, config)
     estimator = ESTIMATORS[config.loss.advantage]
     return RolloutBatch(
         sequences=policy_batch(rollouts),
-        mask=padded(rollouts["written"], torch.bool, False),
+        policy_mask=padded(rollouts["written"], torch.bool, False),
         rollout_logprobs=padded(rollouts["logprobs"], torch.float32, 0.0),
         old_logprobs=padded(old["logprobs"], torch.float32, 0.0) if old is not None else None,
         reference_logprobs=padded(reference["logprobs"], torch.float32, 0.0) if reference else None,
-        advantages=estimator(Groups.of(values, groups, counted), config.loss.advantage_epsilon).float(),
-        keep=torch.tensor(rewards["keep"].to_pylist()),
-        centred_rewards=centred(values, groups, counted).float(),
+        advantages=estimator(Groups.of(values, groups, baseline), config.loss.advantage_epsilon).float(),
+        row_mask=torch.tensor(rewards["keep"].to_pylist()),
+        centred_rewards=centred(values, groups, baseline).float(),
     )
 
 
-def observed_tokens(rollouts: pa.Table, turns: pa.Table, columns: int) -> Tensor:
+def observation_mask(rollouts: pa.Table, turns: pa.Table, columns: int) -> Tensor:
     """Bool [rows, columns]: the tokens of environments."""
     rows = row_numbers(rollouts)
-    observed = torch.zeros(len(rows), columns, dtype=torch.bool)
+    mask = torch.zeros(len(rows), columns, dtype=torch.bool)
     ranges = zip(turns["end"].to_pylist(), turns["observation_end"].to_pylist(), strict=True)
     for key, (start, end) in zip(keys_of(turns), ranges, strict=True):
-        observed[rows[key], start:end] = True
-    return observed
+        mask[rows[key], start:end] = True
+    return mask
 
 
-def counted_rows(rewards: pa.Table, config: RunConfig) -> Tensor:
+def baseline_mask(rewards: pa.Table, config: RunConfig) -> Tensor:
     """Bool [rows]: those that make the baseline of their group, whether a bound rejects them or not."""
-    outcomes, keep = rewards["outcome"].to_pylist(), rewards["keep"].to_pylist()
-    pairs = zip(outcomes, keep, strict=True)
-    return torch.tensor([kept and counts(outcome, config) for outcome, kept in pairs], dtype=torch.bool)
+    pairs = zip(rewards["keep"].to_pylist(), rewards["outcome"].to_pylist(), strict=True)
+    return torch.tensor([keep and counts(outcome, config) for keep, outcome in pairs], dtype=torch.bool)
 
 
-def rows_with_signal(rewards: pa.Table, keep: Tensor) -> Tensor:
-    """Bool [rows]: those of groups whose kept scores differ."""
+def rows_with_signal(rewards: pa.Table, mask: Tensor) -> Tensor:
+    """Bool [rows]: those of groups whose scores differ within the mask."""
     values = torch.tensor(scores_of(rewards).to_pylist(), dtype=torch.float64)
-    return informative(values, torch.tensor(rewards["group"].to_pylist()), keep)
+    return informative(values, torch.tensor(rewards["group"].to_pylist()), mask)
 
 
 def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
@@ -172,10 +171,10 @@ def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
     return above - (sums / counts.clamp_min(1))[place]
 
 
-def learnt_tokens(rollouts: pa.Table, rewards: pa.Table, config: RunConfig) -> Tensor:
+def first_update_mask(rollouts: pa.Table, rewards: pa.Table, config: RunConfig) -> Tensor:
     """Bool [B, C]: tokens whose stored log-probs an update begins with; of several updates, the first one's."""
-    learnt = padded(rollouts["written"], torch.bool, False) & torch.tensor(rewards["keep"].to_pylist())[:, None]
+    mask = padded(rollouts["written"], torch.bool, False) & torch.tensor(rewards["keep"].to_pylist())[:, None]
     if config.logprobs.source == "rollout":
-        for later in minibatches(learnt, learnt.any(dim=1), config.training.minibatches)[1:]:
-            learnt[later] = False
-    return learnt
+        for later in minibatches(mask, mask.any(dim=1), config.training.minibatches)[1:]:
+            mask[later] = False
+    return mask

@@ -199,7 +199,7 @@ def learn(config: RunConfig, arch: Architecture, packs: Sequence[int]) -> None:
     with closing(build_trainer(_plain(config), short, _zeros(short))) as trainer:
         for tokens in packs:
             batch = _batch(config, arch, tokens)
-            mask = torch.ones(len(batch), int(batch.completion.sum(-1).max()), dtype=torch.bool)
+            mask = torch.ones(len(batch), int(batch.response_mask.sum(-1).max()), dtype=torch.bool)
             logprobs, every = torch.zeros(mask.shape), torch.ones(len(batch))
             rollouts = RolloutBatch(batch, mask, logprobs, logprobs, None, every, every.bool())
             trainer.step(rollouts, config.rollout.temperature, _scales(config, short))

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8core.alignment.bounds import unverifiable
 from fp8core.config.step_graph import PlannedStep
 from fp8core.config.steps import import_step
-from fp8core.rl.batch import TokenBatch, drawn_rows
+from fp8core.rl.batch import TokenBatch, sampled_rows
 from fp8core.run.batches import read_scales
 from fp8core.run.checkpoint import load_state
 from fp8core.run.context import RunContext
@@ -204,17 +204,17 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     for version, policy in policies.items():
         rows = (versions == version).any(dim=1).nonzero()[:, 0]
-        chosen = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.completion[rows])
+        chosen = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.response_mask[rows])
         scored = trainer.logprobs_of(policy.tensors, chosen, run.config.rollout.temperature, policy.scales.layers)
         for into, part in zip(found, (scored.logprobs, scored.entropy), strict=True):
             longest = part.shape[1]
-            written = versions[rows, :longest] == version
-            into[rows, :longest] = torch.where(written, part, into[rows, :longest])
+            of_version = versions[rows, :longest] == version
+            into[rows, :longest] = torch.where(of_version, part, into[rows, :longest])
     return found
 
 
-def verified_rows(run: RunContext, index: int, written: Tensor) -> list[int]:
-    return drawn_rows(written, run.config.pipeline.verified_share, f"behaviour/{run.config.seed}/{index}")
+def verified_rows(run: RunContext, index: int, policy_mask: Tensor) -> list[int]:
+    return sampled_rows(policy_mask, run.config.pipeline.verified_share, f"behaviour/{run.config.seed}/{index}")
 
 
 def _rebuild_kept_policies(run: RunContext, versions: Sequence[int]) -> None:

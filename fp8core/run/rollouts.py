@@ -98,7 +98,7 @@ def row_of(episode: Episode, row: Row, tokenizer: Tokenizer) -> Row:
         tokens=done.tokens,
         logprobs=done.logprobs,
         finish="" if episode.goes_on else done.finish,
-        written=[True] * len(done.tokens) if done.written is None else done.written,
+        written=[True] * len(done.tokens) if done.policy_mask is None else done.policy_mask,
         turns=turn_rows(episode, tokenizer),
     )
 

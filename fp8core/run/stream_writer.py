@@ -74,8 +74,8 @@ class PlayedEpisode:
     def rest(self, group: int, before: int, room: int) -> Completion:
         row, end = self.row, next((end for end in self.ends if end > before), before + room)
         finish = cast(Finish, row.finish if end >= len(row.tokens) else "open")
-        tokens, logprobs, written = row.tokens[:end], row.logprobs[:end], row.written[:end] or None
-        done = Completion(group, row.sample, tokens, logprobs, finish, row.experts, written)
+        tokens, logprobs, policy_mask = row.tokens[:end], row.logprobs[:end], row.written[:end] or None
+        done = Completion(group, row.sample, tokens, logprobs, finish, row.experts, policy_mask)
         return done.rest(before) if before else done
 
 

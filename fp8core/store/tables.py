@@ -1,7 +1,8 @@
 """Columns of the tables that steps exchange; one row is one prompt or one completion.
 
 `group` is the prompt's index within the step, `sample` the completion's within its group; tables are sorted by both.
-`written` marks the tokens of a completion that the policy wrote; the others are context.
+Two columns are masks of `rl.batch`. `written` is `policy_mask`, the tokens of a completion that the policy wrote;
+`keep` is `row_mask`.
 """
 
 import hashlib

@@ -53,17 +53,17 @@ from fp8core.training.update_gain import Tile, UpdateGain, sampled_tiles
 class AdamW:
     """`torch.optim.AdamW` to the bit, by its function: the class imports torch's compiler, which takes seconds."""
 
-    def __init__(self, learnt: Mapping[str, Tensor], betas: tuple[float, float], weight_decay: float) -> None:
-        self._learnt, self._betas, self._weight_decay = learnt, betas, weight_decay
+    def __init__(self, trainable: Mapping[str, Tensor], betas: tuple[float, float], weight_decay: float) -> None:
+        self._trainable, self._betas, self._weight_decay = trainable, betas, weight_decay
         self.state: dict[str, Tensor] = {}
 
     def drop_gradients(self) -> None:
-        for tensor in self._learnt.values():
+        for tensor in self._trainable.values():
             tensor.grad = None
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        found = {name: (tensor, tensor.grad) for name, tensor in self._learnt.items() if tensor.grad is not None}
+        found = {name: (tensor, tensor.grad) for name, tensor in self._trainable.items() if tensor.grad is not None}
         for name, (tensor, _) in found.items():
             if f"step/{name}" not in self.state:
                 self.state[f"step/{name}"] = torch.zeros(())
@@ -87,7 +87,7 @@ class AdamW:
 
     def shapes(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of the shapes of a saved state."""
-        updated = {name: tensor for name, tensor in self._learnt.items() if f"step/{name}" in saved}
+        updated = {name: tensor for name, tensor in self._trainable.items() if f"step/{name}" in saved}
         counts = {f"step/{name}": torch.zeros(()) for name in updated}
         return counts | {f"{moment}/{name}": tensor for name, tensor in updated.items() for moment in MOMENT_NAMES}
 
@@ -117,7 +117,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         self._shipped_formats = shipped_formats
         # By the formats of parameters; what is shipped and what passes read is often one.
         self._prepared: dict[StoredNames, PreparedWeights] = {}
-        self._optimiser = AdamW(self._policy.learnt, (training.beta1, training.beta2), training.weight_decay)
+        self._optimiser = AdamW(self._policy.trainable, (training.beta1, training.beta2), training.weight_decay)
         tiles = sampled_tiles(learning_linears(parameter_shapes(arch), training.lora))
         names, grouping = shipped_formats.stored_names(), shipped_formats.recipe.weights
         # Every rank has all of them.
@@ -160,17 +160,17 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         super()._backward(loss, last)
         if self._ranks.count > 1:
             # Each part's gradient is kept by itself, so that `summed` can add them as one process does.
-            self._parts.append([learnt.grad for learnt in self._policy.learnt.values()])
+            self._parts.append([trainable.grad for trainable in self._policy.trainable.values()])
             self._optimiser.drop_gradients()
 
     def _finish_gradients(self) -> None:
         if self._ranks.count > 1:
-            learnt = list(self._policy.learnt.values())
-            for tensor, gradient in zip(learnt, self._ranks.summed(self._parts, learnt), strict=True):
+            trainable = list(self._policy.trainable.values())
+            for tensor, gradient in zip(trainable, self._ranks.summed(self._parts, trainable), strict=True):
                 tensor.grad = gradient
 
     def _step(self, learning_rate: float) -> float:
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self._policy.learnt.values()), self._config.max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self._policy.trainable.values()), self._config.max_grad_norm))
         if math.isfinite(norm):
             self._optimiser.step(learning_rate)
             self._changed()
@@ -221,9 +221,9 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
 
     def save(self, folder: Path) -> None:
         if self._ranks.rank == 0:
-            learnt = {name: tensor.detach().clone() for name, tensor in self._policy.learnt.items()}
+            trainable = {name: tensor.detach().clone() for name, tensor in self._policy.trainable.items()}
             try:
-                save_file(learnt, folder / MASTERS)
+                save_file(trainable, folder / MASTERS)
                 save_file({name: each.contiguous() for name, each in self._optimiser.state.items()}, folder / OPTIMISER)
             except SafetensorError as error:
                 raise OSError(f"{folder}: {error}") from error
@@ -233,10 +233,10 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         state = read_state(folder)
         check_base(folder, self._policy.base, state)
         saved, moments = read_tensors(folder / MASTERS), read_tensors(folder / OPTIMISER)
-        check_shapes(folder / MASTERS, saved, self._policy.learnt)
+        check_shapes(folder / MASTERS, saved, self._policy.trainable)
         check_shapes(folder / OPTIMISER, moments, self._optimiser.shapes(moments))
         self._optimiser.state = dict(moments)
-        for name, tensor in self._policy.learnt.items():
+        for name, tensor in self._policy.trainable.items():
             tensor.data.copy_(saved[name])
         self._changed()
         self.version, self._updates = state.version, state.updates

@@ -58,13 +58,15 @@ def frozen_line(arch: Architecture, lora: LoraConfig) -> str:
 
 
 class Adapters:
-    """A and B of every target. `learnt`: FP32, by the names of `adapter_shapes`. `factor`: alpha / rank."""
+    """A and B of every target. `trainable`: FP32, by the names of `adapter_shapes`. `factor`: alpha / rank."""
 
     def __init__(self, shapes: Shapes, lora: LoraConfig, seed: int, device: torch.device) -> None:
         """A is drawn as PEFT draws it (uniform within 1 / sqrt(in)), each from the seed and its name; B is 0."""
         self._lora, self.factor = lora, lora.alpha / lora.rank
-        self.learnt = {name: torch.zeros(shape, device=device) for name, shape in adapter_shapes(shapes, lora).items()}
-        for name, tensor in self.learnt.items():
+        self.trainable = {
+            name: torch.zeros(shape, device=device) for name, shape in adapter_shapes(shapes, lora).items()
+        }
+        for name, tensor in self.trainable.items():
             if name.endswith(RIGHT):
                 digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
@@ -74,8 +76,8 @@ class Adapters:
     def of(self, name: str) -> tuple[Tensor, Tensor] | None:
         """B and A of a parameter; None where it has no adapter."""
         module = name.removesuffix(_WEIGHT)
-        left = self.learnt.get(module + LEFT)
-        return None if left is None else (left, self.learnt[module + RIGHT])
+        left = self.trainable.get(module + LEFT)
+        return None if left is None else (left, self.trainable[module + RIGHT])
 
     @torch.no_grad()
     def merged(self, name: str, frozen: Tensor, rows: slice) -> Tensor:
@@ -88,20 +90,20 @@ class Adapters:
 
 
 class FullWeights:
-    """`learnt`: FP32 tensors that receive gradients. `base`: digest of what is frozen; None where nothing is."""
+    """`trainable`: FP32 tensors that receive gradients. `base`: digest of what is frozen; None where nothing is."""
 
     base: str | None = None
 
     def __init__(self, masters: Mapping[str, Tensor]) -> None:
-        self.learnt = {name: tensor.float().clone().requires_grad_(True) for name, tensor in masters.items()}
+        self.trainable = {name: tensor.float().clone().requires_grad_(True) for name, tensor in masters.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        return self.learnt
+        return self.trainable
 
     def changed(self) -> None: ...
 
     def digest(self) -> str:
-        return policy_digest({name: tensor.detach() for name, tensor in self.learnt.items()})
+        return policy_digest({name: tensor.detach() for name, tensor in self.trainable.items()})
 
     def describe(self) -> dict[str, object]:
         return {}
@@ -114,7 +116,7 @@ class AdaptedWeights:
         self._frozen = {name: tensor.detach().bfloat16() for name, tensor in masters.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in self._frozen.items()}
         self._adapters = Adapters(shapes, lora, seed, torch.device("cpu"))
-        self.learnt = {name: tensor.requires_grad_(True) for name, tensor in self._adapters.learnt.items()}
+        self.trainable = {name: tensor.requires_grad_(True) for name, tensor in self._adapters.trainable.items()}
         self.base: str | None = policy_digest(self._frozen)
         self._merged: dict[str, Tensor] = {}
 
@@ -126,7 +128,7 @@ class AdaptedWeights:
 
     def digest(self) -> str:
         rounded = {name: merged.bfloat16() for name, merged in self._whole().items()}
-        return policy_digest(rounded | {name: tensor.detach() for name, tensor in self.learnt.items()})
+        return policy_digest(rounded | {name: tensor.detach() for name, tensor in self.trainable.items()})
 
     def describe(self) -> dict[str, object]:
         return self._adapters.describe(self._frozen)

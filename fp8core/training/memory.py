@@ -66,11 +66,11 @@ def adapted_state(config: RunConfig, arch: Architecture, gpus: int, moment_bytes
     """Where adapters learn, each GPU has all of them."""
     lora, shapes = config.training.lora, parameter_shapes(arch)
     assert lora is not None, "the caller asked"
-    learnt = count(adapter_shapes(shapes, lora))
+    trainable = count(adapter_shapes(shapes, lora))
     return (
         Need("frozen weights", math.ceil(count(shapes) * BF16_BYTES / gpus), "BF16"),
-        Need(MASTER_WEIGHTS, learnt * FP32_BYTES, "FP32, of adapters"),
-        Need(MOMENTS, 2 * learnt * moment_bytes, "AdamW, of adapters"),
+        Need(MASTER_WEIGHTS, trainable * FP32_BYTES, "FP32, of adapters"),
+        Need(MOMENTS, 2 * trainable * moment_bytes, "AdamW, of adapters"),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8core.config.training import TrainingConfig
 from fp8core.models.weights import EngineWeights, ShippedTensors
 from fp8core.numerics.kv_scales import KvStatistics, Scales
-from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rl.batch import CorrectedBatch, RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, merged
 from fp8core.training.ranks import Ranks, RankWeights, shared_out
@@ -84,7 +84,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
 
         Raises: NotFiniteError: as `step`. LogprobError: the first audited token that differs; no update is applied."""
         corrected, correction = self._objective.corrected(batch)
-        updates = minibatches(corrected.mask, corrected.keep, self._config.minibatches)
+        updates = minibatches(corrected.loss_mask, corrected.row_mask, self._config.minibatches)
         assert batch.old_logprobs is not None or len(updates) <= 1, "the configuration was checked"
         passed = self._pass_scores(batch, updates[0].stop if updates else 0, temperature, scales)
         reports = list[dict[str, float]]()
@@ -94,14 +94,14 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             scored = self.logprobs(batch.sequences, temperature, scales)
         if batch.old_logprobs is None:
             corrected, correction = self._objective.corrected(replace(batch, old_logprobs=scored.logprobs))
-        elif batch.stale is not None:
+        elif batch.stale_mask is not None:
             _, correction = self._objective.corrected(replace(batch, old_logprobs=scored.logprobs))
         return self._reported(batch, corrected, correction, reports), scored
 
     def _scored_updates(
         self,
         batch: RolloutBatch,
-        corrected: RolloutBatch,
+        corrected: CorrectedBatch,
         updates: Sequence[slice],
         passed: Mapping[int, Tensor],
         temperature: float,
@@ -128,7 +128,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _pass_scores(self, batch: RolloutBatch, first: int, temperature: float, scales: Scales) -> dict[int, Tensor]:
         """Log-probs of audited rows beyond the `first` of the first update, or with stale tokens: row -> FP32 [C].
         Raises LogprobError: one of a token of this policy has not the bits of the rollout."""
-        stale = [row for row in batch.audited if batch.stale is not None and batch.stale[row].any()]
+        stale = [row for row in batch.audited if batch.stale_mask is not None and batch.stale_mask[row].any()]
         rows = sorted({*stale, *(row for row in batch.audited if row >= first)})
         if not rows:
             return {}
@@ -143,19 +143,20 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         for row in sorted(audited):
             ours = audited[row]
             longest = len(ours)
-            own = batch.of_this_policy[row, :longest]
+            own = batch.fresh_mask[row, :longest]
             found = first_differing(batch.rollout_logprobs[row, :longest], ours, own)
-            if found is None and row in passed and batch.stale is not None:
+            if found is None and row in passed and batch.stale_mask is not None:
                 # Each is as wide as the longest of the rows that were computed with it.
                 columns = slice(min(longest, len(passed[row])))
-                stale = (batch.mask & batch.stale)[row, columns]
+                stale = (batch.policy_mask & batch.stale_mask)[row, columns]
                 found = first_differing(passed[row][columns], ours[columns], stale, "a pass")
             if found:
                 raise LogprobError(self._not_applied(f"{batch.audited[row]}, {found}"))
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         with self._guarded():
-            tokens, weights, slices = int(batch.completion.sum()), self._training_weights(), list(self._slices(batch))
+            tokens, slices = int(batch.response_mask.sum()), list(self._slices(batch))
+            weights = self._training_weights()
 
             def learn(rows_and_part: tuple[slice, TokenBatch]) -> float:
                 logprobs = self._score(weights, rows_and_part[1], 1.0, ()).logprobs
@@ -205,21 +206,22 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     @abstractmethod
     def _no_statistics(self) -> KvStatistics: ...
 
-    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
+    def _accumulate(self, batch: CorrectedBatch, temperature: float, scales: Scales) -> dict[str, float]:
         return self._accumulate_scored(batch, temperature, scales, None)[0]
 
     def _accumulate_scored(
-        self, batch: RolloutBatch, temperature: float, scales: Scales, statistics: KvStatistics | None
+        self, batch: CorrectedBatch, temperature: float, scales: Scales, statistics: KvStatistics | None
     ) -> tuple[dict[str, float], list[FlatScores]]:
         """The scores are those of this process's parts."""
-        denominator, weights, own = Denominator.of(batch.mask), self._training_weights(), list[FlatScores]()
+        denominator, weights = Denominator.of(batch.loss_mask), self._training_weights()
+        own = list[FlatScores]()
         slices = list(self._slices(batch.sequences))
 
         def learn(rows_and_part: tuple[slice, TokenBatch]) -> dict[str, float]:
             rows, part = rows_and_part
             scored = self._score(weights, part, temperature, scales, statistics)
             own.append(FlatScores(scored.logprobs.detach(), scored.entropy.detach()))
-            mask = left_aligned(part.completion, batch.mask.shape[1])
+            mask = left_aligned(part.response_mask, batch.loss_mask.shape[1])
             current, entropy = (
                 torch.zeros(mask.shape).masked_scatter(mask, values) for values in (scored.logprobs, scored.entropy)
             )
@@ -253,10 +255,10 @@ def _padded(
     batch: TokenBatch, slices: Sequence[tuple[slice, TokenBatch]], scores: Sequence[FlatScores]
 ) -> tuple[Tensor, Tensor]:
     """FP32 [B, C] of each, NaN on padding."""
-    shape = (len(batch), int(batch.completion.sum(-1).max()))
+    shape = (len(batch), int(batch.response_mask.sum(-1).max()))
     logprobs, entropy = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
     for (rows, part), scored in zip(slices, scores, strict=True):
-        mask = left_aligned(part.completion, shape[1])
+        mask = left_aligned(part.response_mask, shape[1])
         logprobs[rows] = logprobs[rows].masked_scatter(mask, scored.logprobs)
         entropy[rows] = entropy[rows].masked_scatter(mask, scored.entropy)
     return logprobs, entropy

@@ -52,13 +52,13 @@ class Pack:
     Attributes:
         rows: of the batch it was made from.
         tokens: int64 [T], 0 on padding.
-        written: int64 [written], where the completion tokens lie, in row order; the place before predicts a token.
+        target_positions: int64 [targets], of tokens in `response_mask`, row by row; the one before predicts it.
         experts: int16 [T, sparse layers, k] as in `TokenBatch`, -1 on padding, or None."""
 
     rows: slice
     sequences: PackedSequences
     tokens: Tensor
-    written: Tensor
+    target_positions: Tensor
     experts: Tensor | None
 
     @classmethod
@@ -70,14 +70,14 @@ class Pack:
             packed[sequences.valid] = values[rows][valid]
             return packed
 
-        written = laid_out(batch.completion, False).nonzero().squeeze(-1)
+        target_positions = laid_out(batch.response_mask, False).nonzero().squeeze(-1)
         experts = None if batch.experts is None else laid_out(batch.experts, -1)
-        return cls(rows, sequences, laid_out(batch.tokens, 0), written, experts)
+        return cls(rows, sequences, laid_out(batch.tokens, 0), target_positions, experts)
 
     def to(self, device: torch.device) -> "Pack":
-        tokens, written = (copied(part, device) for part in (self.tokens, self.written))
+        tokens, target_positions = (copied(part, device) for part in (self.tokens, self.target_positions))
         experts = None if self.experts is None else self.experts.to(device)
-        return replace(self, tokens=tokens, written=written, experts=experts)
+        return replace(self, tokens=tokens, target_positions=target_positions, experts=experts)
 
 
 def packs(batch: TokenBatch, micro_batch_tokens: int, multiple: int) -> Iterator[Pack]:

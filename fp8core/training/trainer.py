@@ -19,7 +19,7 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import EngineWeights
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.kv_scales import KvStatistics, Scales
-from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rl.batch import CorrectedBatch, RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.update_gain import UpdateGain
@@ -192,20 +192,22 @@ class PolicyTrainer(ABC):
         corrected, correction = self._objective.corrected(batch)
         reports = [
             self._update(corrected.rows(rows), update, temperature, scales)
-            for update, rows in enumerate(minibatches(corrected.mask, corrected.keep, self._config.minibatches))
+            for update, rows in enumerate(
+                minibatches(corrected.loss_mask, corrected.row_mask, self._config.minibatches)
+            )
         ]
         return self._reported(batch, corrected, correction, reports)
 
     def _reported(
         self,
         batch: RolloutBatch,
-        corrected: RolloutBatch,
+        corrected: CorrectedBatch,
         correction: dict[str, float],
         reports: Sequence[Mapping[str, float]],
     ) -> TrainReport:
-        written = left_aligned(batch.sequences.completion, batch.mask.shape[1])
-        if batch.observed is not None:
-            written = written & ~batch.observed
+        expected_mask = left_aligned(batch.sequences.response_mask, batch.policy_mask.shape[1])
+        if batch.observation_mask is not None:
+            expected_mask = expected_mask & ~batch.observation_mask
         first = reports[0] if reports else dict.fromkeys(_OF_FIRST, 0.0)
         # Of the last update, whichever the step made.
         learning_rate = self._learning_rate(self._updates, len(reports))
@@ -214,14 +216,14 @@ class PolicyTrainer(ABC):
             version=self.version,
             digest=self.digest(),
             learning_rate=learning_rate,
-            tokens=int(corrected.mask.sum()),
-            rows=int(corrected.mask.any(dim=1).sum()),
+            tokens=int(corrected.loss_mask.sum()),
+            rows=int(corrected.loss_mask.any(dim=1).sum()),
             correction=correction,
             first_ratio_bias=first["ratio_bias"],
             first_ratio_deviation=first["ratio_deviation"],
             first_clip_fraction=first["clip_fraction"],
             first_reward_slope=None if batch.centred_rewards is None else first["reward_slope"],
-            mask_differing=int((batch.mask != written).sum()),
+            mask_differing=int((batch.policy_mask != expected_mask).sum()),
             update_gain=None if self._gain is None else self._gain.measured(),
             **{key: sum(report[key] for report in reports) / max(len(reports), 1) for key in AVERAGED},
         )
@@ -246,7 +248,7 @@ class PolicyTrainer(ABC):
     def digest(self) -> str: ...
 
     @abstractmethod
-    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
+    def _accumulate(self, batch: CorrectedBatch, temperature: float, scales: Scales) -> dict[str, float]:
         """Add up the gradients of a batch; returns its statistics. Raises NotFiniteError."""
 
     @abstractmethod
@@ -269,7 +271,7 @@ class PolicyTrainer(ABC):
         left = 1 - done if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return config.learning_rate * (schedule.final_share + (1 - schedule.final_share) * left)
 
-    def _update(self, batch: RolloutBatch, update: int, temperature: float, scales: Scales) -> dict[str, float]:
+    def _update(self, batch: CorrectedBatch, update: int, temperature: float, scales: Scales) -> dict[str, float]:
         with self._guarded():
             totals = self._accumulate(batch, temperature, scales)
             totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1, update + 1))
@@ -312,16 +314,16 @@ def shares(rows: int, count: int) -> list[slice]:
     return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
 
-def minibatches(mask: Tensor, keep: Tensor, count: int) -> list[slice]:
-    """The consecutive rows of each update of a step, cut so that each has as many kept ones, but for one.
+def minibatches(loss_mask: Tensor, row_mask: Tensor, count: int) -> list[slice]:
+    """The consecutive rows of each update of a step, cut so that each has as many active rows, but for one.
 
-    A kept row has a token in the corrected `mask`, bool [B, C], and is in `keep`, bool [B]. Fewer kept rows than
+    An active row has a token in `loss_mask`, bool [B, C], and is in `row_mask`, bool [B]. Fewer active rows than
     `count` make fewer updates: one without a token would move the policy by its moments alone."""
-    kept = (mask.any(dim=1) & keep).nonzero()[:, 0].tolist()
-    firsts = [kept[share.start] for share in shares(len(kept), min(count, len(kept)))]
-    return [slice(*pair) for pair in pairwise([0, *firsts[1:], len(mask)])] if kept else []
+    active = (loss_mask.any(dim=1) & row_mask).nonzero()[:, 0].tolist()
+    firsts = [active[share.start] for share in shares(len(active), min(count, len(active)))]
+    return [slice(*pair) for pair in pairwise([0, *firsts[1:], len(loss_mask)])] if active else []
 
 
-def left_aligned(completion: Tensor, columns: int) -> Tensor:
-    """bool [B, columns]: as many leading True values in a row as it has completion tokens."""
-    return torch.arange(columns) < completion.sum(-1, keepdim=True)
+def left_aligned(response_mask: Tensor, columns: int) -> Tensor:
+    """bool [B, columns]: as many leading True values in a row as it has tokens in the mask."""
+    return torch.arange(columns) < response_mask.sum(-1, keepdim=True)

@@ -122,7 +122,7 @@ def shifted(scored: Any) -> Any:
 
 def with_written_shifted(batch: TokenBatch) -> TokenBatch:
     """The last prompt token counts as written, and the last written one does not."""
-    return replace(batch, completion=batch.completion.roll(-1, dims=1) & batch.valid)
+    return replace(batch, response_mask=batch.response_mask.roll(-1, dims=1) & batch.valid)
 
 
 def step_with(change: Callable[[RolloutBatch], RolloutBatch]) -> Callable[..., Any]:
@@ -156,7 +156,7 @@ def turned(batch: RolloutBatch) -> RolloutBatch:
 
 
 def mask_shifted(batch: RolloutBatch) -> RolloutBatch:
-    return replace(batch, mask=batch.mask.roll(1, dims=1))
+    return replace(batch, policy_mask=batch.policy_mask.roll(1, dims=1))
 
 
 def unwritten_first(batch: RolloutBatch) -> RolloutBatch:

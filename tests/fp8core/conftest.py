@@ -140,12 +140,12 @@ def _rollout_batch(trainer: ExactTrainer, scales: PolicyScales, rows: int = 6, s
     generator = torch.Generator().manual_seed(seed)
     return RolloutBatch(
         sequences=sequences,
-        mask=mask,
+        policy_mask=mask,
         rollout_logprobs=torch.where(mask, old + 0.1 * torch.randn(old.shape, generator=generator), 0.0),
         old_logprobs=old,
         reference_logprobs=None,
         advantages=torch.randn(rows, generator=generator),
-        keep=torch.ones(rows, dtype=torch.bool),
+        row_mask=torch.ones(rows, dtype=torch.bool),
     )
 
 

@@ -73,12 +73,12 @@ def random_batch(arch: Architecture, sequences: int, prompt: int, completion: in
     old = torch.zeros(mask.shape) - torch.tensor(float(arch.vocab_size)).log()
     return RolloutBatch(
         sequences=TokenBatch.of([row[:prompt] for row in drawn], completions),
-        mask=mask,
+        policy_mask=mask,
         rollout_logprobs=old,
         old_logprobs=old,
         reference_logprobs=None,
         advantages=torch.randn(sequences, generator=generator),
-        keep=torch.ones(sequences, dtype=torch.bool),
+        row_mask=torch.ones(sequences, dtype=torch.bool),
     )
 
 

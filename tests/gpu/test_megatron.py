@@ -75,7 +75,7 @@ def test_log_probs_are_near_those_of_fp32(family: str, precision: str, bound: fl
     config = cases.configuration(precision)
     expected = cases.fp32_logprobs(config, cases.small(family), cases.small_policy(cases.small(family)), batch)
     found = trainer_of(family, precision).logprobs(batch.sequences, cases.TEMPERATURE, ()).logprobs
-    assert float((found - expected)[batch.mask].abs().mean()) < bound
+    assert float((found - expected)[batch.policy_mask].abs().mean()) < bound
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -104,7 +104,7 @@ def test_routes_of_the_rollout_are_replayed(gpu: torch.device) -> None:
     replayed = replace(batch.sequences, experts=torch.where(batch.sequences.valid[..., None, None], routes, -1))
     trainer = trainer_of("qwen3-moe", "bf16", "training.megatron.recompute=full")
     free, forced = (trainer.logprobs(s, cases.TEMPERATURE, ()).logprobs for s in (batch.sequences, replayed))
-    assert float((free - forced)[batch.mask].abs().max()) > 1e-2
+    assert float((free - forced)[batch.policy_mask].abs().max()) > 1e-2
     report = trainer.step(replace(batch, sequences=replayed), cases.TEMPERATURE, ())
     assert torch.isfinite(torch.tensor(report.grad_norm))
 
@@ -137,7 +137,7 @@ def test_ranks_of_a_cluster_compute_what_one_process_does(grid: str, tmp_path: A
         together = cluster.build_trainer(config, arch, stored(tmp_path / "start", cases.small_policy(arch)))
         assert together.export().digest() == one.export().digest()
         found, expected = (t.logprobs(batch.sequences, cases.TEMPERATURE, ()) for t in (together, one))
-        assert float((found.logprobs - expected.logprobs)[batch.mask].abs().mean()) < 0.05
+        assert float((found.logprobs - expected.logprobs)[batch.policy_mask].abs().mean()) < 0.05
         step, alone = (t.step(batch, cases.TEMPERATURE, ()) for t in (together, one))
         assert step.loss == pytest.approx(alone.loss, rel=0.05, abs=0.01)
         assert step.grad_norm == pytest.approx(alone.grad_norm, rel=0.05)

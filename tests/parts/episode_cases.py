@@ -90,7 +90,7 @@ def scored_turns(trainer: Any, episodes: Sequence[Episode], temperature: float, 
     done = [episode.completion for episode in episodes]
     batch = TokenBatch.of([episode.prompt for episode in episodes], [completion.tokens for completion in done])
     scored = trainer.logprobs(batch, temperature, scales).logprobs
-    written = [torch.tensor(completion.written) for completion in done]
+    written = [torch.tensor(completion.policy_mask) for completion in done]
     rows = [row[: len(mask)][mask] for row, mask in zip(scored, written, strict=True)]
     reported = [torch.tensor(each.logprobs)[mask] for each, mask in zip(done, written, strict=True)]
     return torch.cat(rows), torch.cat(reported)

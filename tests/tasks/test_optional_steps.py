@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8core.config.load import load_config
-from fp8core.run.batches import counted_rows, rollout_batch
+from fp8core.run.batches import baseline_mask, rollout_batch
 from fp8core.run.rollouts import counts
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import FilterOptions, filter, keep_informative
@@ -61,7 +61,7 @@ def test_rows_that_left_the_loss_leave_the_baseline_and_make_no_signal():
     batch = rollout_batch(rollouts, table, logprobs, None, config)
     assert batch.advantages.tolist() == [0.0] * 6 + [0.5, -0.5, 0.0]
     assert reward_metrics(table, config)["reward/groups_with_signal"] == 1 / 3
-    for compared in (torch.ones(9, dtype=torch.bool), counted_rows(table, config)):
+    for compared in (torch.ones(9, dtype=torch.bool), baseline_mask(table, config)):
         assert kept(keep_informative(table, 1, compared)) == [False] * 6 + [True, True, False]
 
 
@@ -82,13 +82,13 @@ def test_an_episode_whose_environment_failed_moves_no_baseline(failed):
     rollouts = rollouts_table(*(([5, 6], [-1.0] * 2, [True] * 2, "stop") for _ in rows))
     logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in rows))
     batch = rollout_batch(rollouts, table, logprobs, None, config)
-    signs = (batch.advantages.sign() * batch.keep).tolist()
+    signs = (batch.advantages.sign() * batch.row_mask).tolist()
     assert signs == ([0, 0, 0, -1, 1, 0] if failed == "leave_out" else [-1, -1, 1, -1, 1, 1])
     metrics, counted = reward_metrics(table, config), [1, 1, 0, 1, 1, 0] if failed == "leave_out" else [1] * 6
     assert metrics["reward/groups_with_signal"] == (0.5 if failed == "leave_out" else 1)
     spread = pstdev(reward for (_, _, reward), one in zip(rows, counted, strict=True) if one)
     assert metrics["reward/std"] == pytest.approx(spread)
-    assert kept(keep_informative(table, None, counted_rows(table, config))) == [sign != 0 for sign in signs]
+    assert kept(keep_informative(table, None, baseline_mask(table, config))) == [sign != 0 for sign in signs]
 
 
 def test_the_first_groups_with_a_signal_stay(run_copy):
@@ -139,8 +139,8 @@ def test_tokens_of_tools_stay_out_of_the_loss(with_tool_output):
     rollouts, logprobs = with_tool_output
     rewards = rewards_table((0, 1.0, True), (0, 0.0, True))
     batch = rollout_batch(rollouts, rewards, logprobs, None, load_config("tiny"))
-    assert batch.mask.tolist() == [[True, False, False, True], [True, True, False, False]]
-    assert batch.sequences.completion.sum() == 6, "they stay in the context"
+    assert batch.policy_mask.tolist() == [[True, False, False, True], [True, True, False, False]]
+    assert batch.sequences.response_mask.sum() == 6, "they stay in the context"
 
 
 def test_the_reference_is_the_first_policy_at_the_temperature_of_the_rollout(loop_run):

@@ -52,7 +52,7 @@ def scores(folder, batch):
     hidden = decoder.hidden(weights, batch.tokens, batch.positions, FullContext.of(batch.valid), ())
     logits = decoder.formats.head.logits(hidden[:, :-1].flatten(0, 1), weights.head).double()
     logp = torch.log_softmax(logits / TEMPERATURE, -1)
-    return logp.gather(-1, batch.tokens[:, 1:].reshape(-1, 1)).view(len(batch), -1)[batch.completion[:, 1:]]
+    return logp.gather(-1, batch.tokens[:, 1:].reshape(-1, 1)).view(len(batch), -1)[batch.response_mask[:, 1:]]
 
 
 def test_the_teacher_scores_every_token(distilled, teacher_folder):

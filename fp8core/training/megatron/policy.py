@@ -133,10 +133,10 @@ class MegatronPolicy:
         return states
 
     def head(self, micro_batch: CountedPack, states: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each written token, FP32 [written], differentiable."""
+        """Log-prob and entropy of each written token, FP32 [targets], differentiable."""
         pack = micro_batch.pack
-        chosen = states[:, 0][pack.written - 1]
-        weight, targets = self.model.head_weight(), pack.tokens[pack.written]
+        chosen = states[:, 0][pack.target_positions - 1]
+        weight, targets = self.model.head_weight(), pack.tokens[pack.target_positions]
         return chunked_logprobs(chosen, weight, ShardedHead(weight, self._head, temperature), targets)
 
     def _replay(self, experts: Tensor | None) -> None:

@@ -19,7 +19,7 @@ from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import ShippedTensors, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import KvStatistics, Scales
-from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rl.batch import CorrectedBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import MAXIMA, Objective, ObjectiveTerms, merged
 from fp8core.store.manifest import installed_version
@@ -86,18 +86,18 @@ class MegatronTrainer(PolicyTrainer):
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         statistics = KvStatistics(self.arch.num_layers, self._policy.device)
-        shape = (len(batch), int(batch.completion.sum(-1).max()))
+        shape = (len(batch), int(batch.response_mask.sum(-1).max()))
         found = torch.zeros(2, *shape)
 
         def fill(micro_batch: CountedPack, *values: Tensor) -> None:
             if micro_batch.counts:
                 rows = micro_batch.pack.rows
-                mask = left_aligned(batch.completion[rows], shape[1])
+                mask = left_aligned(batch.response_mask[rows], shape[1])
                 for into, part in zip(found, values, strict=True):
                     into[rows] = into[rows].masked_scatter(mask, part.cpu())
 
         self._observe(batch, temperature, statistics, scales, fill)
-        found = self._summed(found).masked_fill(~left_aligned(batch.completion, shape[1]), torch.nan)
+        found = self._summed(found).masked_fill(~left_aligned(batch.response_mask, shape[1]), torch.nan)
         return ScoredBatch(found[0], found[1], statistics)
 
     @torch.no_grad()
@@ -129,13 +129,13 @@ class MegatronTrainer(PolicyTrainer):
     def _drop_gradients(self) -> None:
         self._optimiser.clear()
 
-    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
-        denominator = Denominator.of(batch.mask)
+    def _accumulate(self, batch: CorrectedBatch, temperature: float, scales: Scales) -> dict[str, float]:
+        denominator = Denominator.of(batch.loss_mask)
         totals: dict[str, float] = {}
 
         def loss(micro_batch: CountedPack, logprobs: Tensor, entropies: Tensor) -> Tensor:
             rows = micro_batch.pack.rows
-            mask = left_aligned(batch.sequences.completion[rows], batch.mask.shape[1])
+            mask = left_aligned(batch.sequences.response_mask[rows], batch.loss_mask.shape[1])
             current, entropy = (torch.zeros(mask.shape).masked_scatter(mask, x.cpu()) for x in (logprobs, entropies))
             terms = self._objective(current, batch.rows(rows), denominator, entropy)
             nonlocal totals

@@ -81,8 +81,8 @@ class AdaptedMasters(SharedRows):
         return self._frozen[part]
 
     def digest(self) -> str:
-        learnt = self._adapters.learnt
-        digits = zip(learnt, fingerprints(list(learnt.values())), strict=True)
+        trainable = self._adapters.trainable
+        digits = zip(trainable, fingerprints(list(trainable.values())), strict=True)
         adapters = {name: ("float32", self.learnt_shapes[name], found) for name, found in digits}
         return digest_of(self._rounded(self.named()) | adapters)
 
@@ -105,7 +105,7 @@ class AdaptedMasters(SharedRows):
 
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The gradients of all adapters, added in the order of the ranks; zeros where no part has reached one."""
-        own = {name: self._gradients.get(name, torch.zeros_like(tensor)) for name, tensor in self.learnt().items()}
+        own = {name: self._gradients.get(name, torch.zeros_like(tensor)) for name, tensor in self.trainable().items()}
         self.drop_gradients()
         if self._ranks.count == 1:
             return own
@@ -120,8 +120,8 @@ class AdaptedMasters(SharedRows):
     def drop_gradients(self) -> None:
         self._gradients = {}
 
-    def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        return self._adapters.learnt if values is None else dict(values)
+    def trainable(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        return self._adapters.trainable if values is None else dict(values)
 
     def learnt_rows(self, name: str) -> range:
         return range(self.learnt_shapes[name][0])

@@ -200,7 +200,7 @@ class Masters(SharedRows):
             # Narrow weights become FP32 where they are going.
             master.copy_(weights[name][rows.start : rows.stop].to(device))
 
-    def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def trainable(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Tensors that learn on this rank, or those that `collected` gave, by the names of `learnt_shapes`."""
         found: dict[str, Tensor] = {}
         for name, own in (self._own if values is None else values).items():
@@ -215,7 +215,7 @@ class Masters(SharedRows):
 
     def named(self) -> dict[str, Tensor]:
         """FP32 [own rows, ...] by Hugging Face name."""
-        return self.learnt()
+        return self.trainable()
 
     def learnt_rows(self, name: str) -> range:
         return self.rows_of(name)

@@ -102,7 +102,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         forms = formats.training.attention, bf16
         self._attention, self._unscaled = (PackedAttention(form, formats.longest) for form in forms)
         self._gradients: dict[str, Tensor] = {}
-        self._optimiser = InPlaceAdamW(self._masters.learnt(), training)
+        self._optimiser = InPlaceAdamW(self._masters.trainable(), training)
         tiles = sampled_tiles(learning_linears(self._masters.shapes, training.lora))
         own = [tile for tile in tiles if tile.row in self._masters.rows_of(tile.name)]
         stored, grouping = formats.rollout.stored_names(), formats.rollout.recipe.weights
@@ -193,8 +193,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             hidden = self._hidden(pack, self._attention, scales, statistics)
             # Each written token is predicted by the position before it.
             head = PackedHead(weights, self._formats.training.head.output, temperature)
-            master, targets = self._decoder.head_weight()[0], pack.tokens[pack.written]
-            logprobs, entropy = chunked_logprobs(hidden[pack.written - 1], master, head, targets)
+            master, targets = self._decoder.head_weight()[0], pack.tokens[pack.target_positions]
+            logprobs, entropy = chunked_logprobs(hidden[pack.target_positions - 1], master, head, targets)
             return FlatScores(logprobs.cpu(), entropy.cpu())
 
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
@@ -250,7 +250,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         if math.isfinite(norm):
             self._decoder.drop_weights()
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
-            self._optimiser.step(self._masters.learnt(self._gradients), learning_rate, factor)
+            self._optimiser.step(self._masters.trainable(self._gradients), learning_rate, factor)
         return norm
 
     def _drop_gradients(self) -> None:
@@ -282,7 +282,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
                 write_state(folder, self.version, self._updates, digest, self._masters.base)
 
         def write() -> None:
-            write_rows(folder / MASTERS, self._own_rows(self._masters.learnt()))
+            write_rows(folder / MASTERS, self._own_rows(self._masters.trainable()))
             write_rows(folder / OPTIMISER, self._own_rows(moments))
 
         for part in (create, write):
@@ -296,7 +296,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def load(self, folder: Path) -> None:
         shapes = self._masters.learnt_shapes
         wanted = {name: shapes[name.partition("/")[2]] for name in self._optimiser.moments()}
-        own = {MASTERS: self._masters.learnt(), OPTIMISER: self._optimiser.moments()}
+        own = {MASTERS: self._masters.trainable(), OPTIMISER: self._optimiser.moments()}
 
         def read() -> SavedState:
             state = read_state(folder)

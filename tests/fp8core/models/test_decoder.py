@@ -68,7 +68,7 @@ def test_gradients_equal_those_of_transformers(transformers_checkpoint):
     arch = checkpoint.architecture
     prompts, completions = [[5, 6, 7], [8], [9, 10, 11, 12]], [[13, 14], [15, 16, 17, 18, 19], [20]]
     batch = TokenBatch.of(prompts, completions)
-    written, weights = batch.completion[:, 1:], torch.linspace(-1, 2, 8)
+    written, weights = batch.response_mask[:, 1:], torch.linspace(-1, 2, 8)
 
     masters = {name: tensor.float().requires_grad_() for name, tensor in checkpoint.source().items()}
     decoder = Decoder(arch, reference_formats(arch.num_layers))

@@ -18,7 +18,11 @@ def test_prompts_and_completions_are_joined_and_padded_on_the_right(rows):
     batch = TokenBatch.of([prompt for prompt, _ in rows], [completion for _, completion in rows])
     width = max(len(prompt) + len(completion) for prompt, completion in rows)
     assert (
-        batch.tokens.shape == batch.valid.shape == batch.completion.shape == batch.positions.shape == (len(rows), width)
+        batch.tokens.shape
+        == batch.valid.shape
+        == batch.response_mask.shape
+        == batch.positions.shape
+        == (len(rows), width)
     )
     assert batch.tokens.dtype == batch.positions.dtype == torch.int64
     assert len(batch) == len(rows)
@@ -27,7 +31,7 @@ def test_prompts_and_completions_are_joined_and_padded_on_the_right(rows):
         padding = width - len(whole)
         assert batch.tokens[i].tolist() == whole + [0] * padding
         assert batch.valid[i].tolist() == [True] * len(whole) + [False] * padding
-        assert batch.completion[i].tolist() == [False] * len(prompt) + [True] * len(completion) + [False] * padding
+        assert batch.response_mask[i].tolist() == [False] * len(prompt) + [True] * len(completion) + [False] * padding
         assert batch.positions[i].tolist() == list(range(len(whole))) + [0] * padding
 
 
@@ -40,7 +44,7 @@ def test_slices_cover_the_batch_and_are_trimmed(rows, size):
     for rows_, part in found:
         alone = TokenBatch.of(prompts[rows_], completions[rows_])
         assert len(part) <= size
-        for name in ("tokens", "valid", "completion"):
+        for name in ("tokens", "valid", "response_mask"):
             assert torch.equal(getattr(part, name), getattr(alone, name)), name
 
 
@@ -64,17 +68,17 @@ def test_rows_of_a_rollout_batch():
     sequences = TokenBatch.of([[1], [2, 3], [4], [5]], [[6, 7], [8], [9, 9, 9], [5]])
     batch = RolloutBatch(
         sequences=sequences,
-        mask=length_mask([[6, 7], [8], [9, 9, 9], [5]]),
+        policy_mask=length_mask([[6, 7], [8], [9, 9, 9], [5]]),
         rollout_logprobs=torch.randn(4, 3),
         old_logprobs=torch.randn(4, 3),
         reference_logprobs=None,
         advantages=torch.arange(4.0),
-        keep=torch.tensor([True, False, True, False]),
+        row_mask=torch.tensor([True, False, True, False]),
     )
     part = batch.rows(slice(1, 3))
     assert torch.equal(part.sequences.tokens, sequences.tokens[1:3])
     assert part.reference_logprobs is None
-    for name in ("mask", "rollout_logprobs", "old_logprobs", "advantages", "keep"):
+    for name in ("policy_mask", "rollout_logprobs", "old_logprobs", "advantages", "row_mask"):
         assert torch.equal(getattr(part, name), getattr(batch, name)[1:3]), name
 
 
@@ -104,14 +108,14 @@ def test_a_column_is_what_was_padded(rows):
     assert found.equals(pa.array(rows, pa.list_(pa.float32())))
 
 
-def test_stale_tokens_are_not_of_this_policy():
+def test_the_fresh_mask_has_no_stale_tokens():
     mask = torch.tensor([[True, True, False], [True, True, True]])
     nothing = TokenBatch(*(torch.zeros(2, 1) for _ in range(3)))
     batch = RolloutBatch(nothing, mask, torch.zeros(2, 3), None, None, torch.zeros(2), torch.ones(2, dtype=torch.bool))
-    assert torch.equal(batch.of_this_policy, mask)
-    stale = replace(batch, stale=torch.tensor([[True, False, False], [False, True, False]]))
-    assert stale.of_this_policy.tolist() == [[False, True, False], [True, False, True]]
-    assert stale.rows(slice(1, 2)).of_this_policy.tolist() == [[True, False, True]]
+    assert torch.equal(batch.fresh_mask, mask)
+    stale = replace(batch, stale_mask=torch.tensor([[True, False, False], [False, True, False]]))
+    assert stale.fresh_mask.tolist() == [[False, True, False], [True, False, True]]
+    assert stale.rows(slice(1, 2)).fresh_mask.tolist() == [[True, False, True]]
 
 
 @given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), layers=st.integers(1, 3), k=st.integers(1, 3))

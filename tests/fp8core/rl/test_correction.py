@@ -39,7 +39,7 @@ def correct_d(rule, d, mask):
 
 def weigh(level, action, **bounds):
     found = correct_d(rule_of(level, action, **bounds), *everywhere([GOLDEN_D]))
-    return found.weights[0].tolist(), found.mask[0].tolist()
+    return found.weights[0].tolist(), found.accepted_mask[0].tolist()
 
 
 def slow_raw(level, row):
@@ -74,7 +74,7 @@ def test_every_level_and_action_equals_an_independent_loop(level, action, rows):
     for i, row in enumerate(rows):
         expected = [slow_action(action, w, m, 0.5, 2.0) for w, (_, m) in zip(slow_raw(level, row), row, strict=True)]
         assert found.weights[i].tolist() == pytest.approx([w for w, _ in expected], rel=1e-12, abs=1e-300)
-        assert found.mask[i].tolist() == [m for _, m in expected]
+        assert found.accepted_mask[i].tolist() == [m for _, m in expected]
 
 
 def test_golden_vectors():
@@ -143,10 +143,10 @@ def test_the_band_is_on_rho_and_not_on_its_inverse():
 
 def test_veto_looks_at_every_unmasked_token_unclamped():
     d, mask = everywhere([GOLDEN_D, [-9.2, 0.0, 5.0, 50.0, 0.0], [-30.0, 0.0, 0.0, 0.0, 0.0]])
-    assert correct_d(rule_of(veto=1e-4), d, mask).keep.tolist() == [False, True, False]
-    assert correct_d(rule_of(veto=1e-12), d, mask).keep.tolist() == [True, True, False]
+    assert correct_d(rule_of(veto=1e-4), d, mask).row_mask.tolist() == [False, True, False]
+    assert correct_d(rule_of(veto=1e-12), d, mask).row_mask.tolist() == [True, True, False]
     mask[0, 3] = False
-    assert correct_d(rule_of(veto=1e-4), d, mask).keep[0]
+    assert correct_d(rule_of(veto=1e-4), d, mask).row_mask[0]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_agreement_corrects_nothing(name):
     _, rollout, mask = batch(2)
     result = correct(RULES[name], rollout, rollout, mask)
     assert result.weights.tolist() == mask.double().tolist()
-    assert result.mask.equal(mask)
+    assert result.accepted_mask.equal(mask)
     assert {name: value for name, value in result.metrics.items() if value} == {"batch_norm_factor": 1.0}
 
 
@@ -214,7 +214,7 @@ def test_masked_junk_padding_and_row_order_change_nothing(name, seed, junk, rand
         torch.cat([torch.zeros_like(pad, dtype=torch.bool), mask[order]], 1),
     )
     torch.testing.assert_close(moved.weights[:, 2:], plain.weights[order], rtol=1e-12, atol=0)
-    assert moved.mask[:, 2:].equal(plain.mask[order])
+    assert moved.accepted_mask[:, 2:].equal(plain.accepted_mask[order])
     assert moved.metrics == pytest.approx(plain.metrics, rel=1e-12)
 
 
@@ -227,9 +227,9 @@ def test_normalised_token_weights_average_one_over_what_was_kept(name, seed):
     result = correct(rule, training, rollout, mask)
     bare = correct(rule.model_copy(update={"normalise": "none"}), training, rollout, mask)
     torch.testing.assert_close(result.weights * result.metrics["batch_norm_factor"], bare.weights, rtol=1e-12, atol=0)
-    assert result.mask.equal(bare.mask)
-    if result.mask.any():
-        assert result.weights[result.mask].mean().item() == pytest.approx(1.0)
+    assert result.accepted_mask.equal(bare.accepted_mask)
+    if result.accepted_mask.any():
+        assert result.weights[result.accepted_mask].mean().item() == pytest.approx(1.0)
 
 
 def test_metrics_count_what_happened():
@@ -238,7 +238,7 @@ def test_metrics_count_what_happened():
     )
     mask = torch.tensor([[True] * 4, [True, True, True, False], [True, True, False, False]])
     result = correct_d(rule_of("token", "mask", low=0.5, veto=1e-4), d, mask)
-    assert result.mask.sum(dim=1).tolist() == [3, 0, 2]
+    assert result.accepted_mask.sum(dim=1).tolist() == [3, 0, 2]
     assert result.metrics == pytest.approx(
         {
             "masked_fraction": 4 / 9,
@@ -259,10 +259,10 @@ def test_the_denominator_counts_what_was_kept_or_everything():
         for denominator in ("kept", "all")
     )
     assert kept.weights.equal(everything.weights)
-    assert kept.mask.equal(everything.mask)
-    assert kept.counted.equal(kept.mask)
-    assert everything.counted.equal(mask)
-    assert 0 < int(kept.counted.sum()) < int(mask.sum())
+    assert kept.accepted_mask.equal(everything.accepted_mask)
+    assert kept.loss_mask.equal(kept.accepted_mask)
+    assert everything.loss_mask.equal(mask)
+    assert 0 < int(kept.loss_mask.sum()) < int(mask.sum())
 
 
 @pytest.mark.parametrize(

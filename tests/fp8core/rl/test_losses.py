@@ -41,10 +41,10 @@ def make_inputs(seed, rows=4, tokens=6, spread=0.5, kept=None):
         current=current,
         old=old,
         advantages=torch.randn(rows, generator=g, dtype=torch.float64),
-        mask=mask,
+        loss_mask=mask,
         denominator=Denominator.of(mask),
         weights=0.5 + torch.rand(rows, tokens, generator=g, dtype=torch.float64),
-        kept=None if kept is None else torch.rand(rows, tokens, generator=g) < kept,
+        accepted_mask=None if kept is None else torch.rand(rows, tokens, generator=g) < kept,
     )
 
 
@@ -91,8 +91,8 @@ def slow_loss(slow, inputs, current, how):
     frozen, old, weights = inputs.current.tolist(), inputs.old.tolist(), inputs.weights.tolist()
     rows = []
     for i, advantage in enumerate(inputs.advantages.tolist()):
-        counted = [j for j, m in enumerate(inputs.mask[i].tolist()) if m]
-        kept = [j for j in counted if inputs.kept is None or inputs.kept[i, j].item()]
+        counted = [j for j, m in enumerate(inputs.loss_mask[i].tolist()) if m]
+        kept = [j for j in counted if inputs.accepted_mask is None or inputs.accepted_mask[i, j].item()]
         terms = slow([(current[i][j], frozen[i][j], old[i][j], weights[i][j]) for j in kept], advantage)
         rows.append([dict(zip(kept, terms, strict=True)).get(j, 0.0) for j in counted])
     return slow_aggregate(rows, how)
@@ -149,18 +149,18 @@ def test_masked_junk_reaches_neither_value_nor_gradient(name, seed, junk):
     clean = make_inputs(seed)
     loss(clean, token_mean).loss.backward()
     dirty = LossInputs(
-        current=clean.current.detach().where(clean.mask, junk).requires_grad_(),
-        old=clean.old.where(clean.mask, -junk),
-        advantages=clean.advantages[:, None].where(clean.mask, junk),
-        mask=clean.mask,
+        current=clean.current.detach().where(clean.loss_mask, junk).requires_grad_(),
+        old=clean.old.where(clean.loss_mask, -junk),
+        advantages=clean.advantages[:, None].where(clean.loss_mask, junk),
+        loss_mask=clean.loss_mask,
         denominator=clean.denominator,
-        weights=clean.weights.where(clean.mask, junk),
+        weights=clean.weights.where(clean.loss_mask, junk),
     )
     result = loss(dirty, token_mean)
     result.loss.backward()
     assert result.loss.item() == loss(clean, token_mean).loss.item()
     assert dirty.current.grad.equal(clean.current.grad)
-    assert (dirty.current.grad[~dirty.mask] == 0).all()
+    assert (dirty.current.grad[~dirty.loss_mask] == 0).all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -168,9 +168,9 @@ def test_a_rejected_token_is_counted_and_has_no_part_in_anything_else(name):
     """Whatever its log-probs and weight are, it has no gradient, and its ratio is 1."""
     loss, _ = LOSSES[name]
     inputs = make_inputs(0, kept=0.7)
-    rejected = inputs.mask & ~inputs.kept
-    junk = {field: getattr(inputs, field).where(inputs.kept, -50.0) for field in ("current", "old", "weights")}
-    junk |= {"current": junk["current"].detach().requires_grad_(), "old": junk["old"] - 20 * ~inputs.kept}
+    rejected = inputs.loss_mask & ~inputs.accepted_mask
+    junk = {field: getattr(inputs, field).where(inputs.accepted_mask, -50.0) for field in ("current", "old", "weights")}
+    junk |= {"current": junk["current"].detach().requires_grad_(), "old": junk["old"] - 20 * ~inputs.accepted_mask}
     found, dirty = loss(inputs, token_mean), loss(replace(inputs, **junk), token_mean)
     for ours, theirs in zip(vars(found).values(), vars(dirty).values(), strict=True):
         assert ours.item() == theirs.item()
@@ -181,7 +181,7 @@ def test_a_rejected_token_is_counted_and_has_no_part_in_anything_else(name):
     assert gradients[0].equal(gradients[1])
     assert rejected.any()
     assert not gradients[0][rejected].any()
-    fewer = loss(replace(inputs, mask=inputs.mask & inputs.kept, kept=None), token_mean)
+    fewer = loss(replace(inputs, loss_mask=inputs.loss_mask & inputs.accepted_mask, accepted_mask=None), token_mean)
     assert fewer.clip_fraction.item() == found.clip_fraction.item()
     assert found.ratio_mean.item() == pytest.approx(
         fewer.ratio_mean.item() + int(rejected.sum()) / inputs.denominator.tokens, rel=1e-12
@@ -196,7 +196,7 @@ def test_padded_micro_batches_in_any_order_add_up_to_the_batch(name, how):
     whole = loss(inputs, AGGREGATES[how])
     parts = []
     for rows in ([4, 0], [2], [1, 6, 3, 5]):
-        fields = {name: getattr(inputs, name)[rows] for name in ("current", "old", "mask", "weights")}
+        fields = {name: getattr(inputs, name)[rows] for name in ("current", "old", "loss_mask", "weights")}
         padded = {name: torch.nn.functional.pad(value, (2, 3)) for name, value in fields.items()}
         part = LossInputs(**padded, advantages=inputs.advantages[rows], denominator=inputs.denominator)
         parts.append(loss(part, AGGREGATES[how]))
@@ -209,8 +209,8 @@ def test_padded_micro_batches_in_any_order_add_up_to_the_batch(name, how):
 def test_a_batch_without_tokens_has_zero_loss_and_gradient(name):
     loss, _ = LOSSES[name]
     filled = make_inputs(5)
-    nothing = torch.zeros_like(filled.mask)
-    inputs = replace(filled, mask=nothing, denominator=Denominator.of(nothing), weights=None)
+    nothing = torch.zeros_like(filled.loss_mask)
+    inputs = replace(filled, loss_mask=nothing, denominator=Denominator.of(nothing), weights=None)
     for how in AGGREGATES.values():
         result = loss(inputs, how).loss
         result.backward()
@@ -224,7 +224,7 @@ def single(advantage, log_ratio, old=-1.0):
         current=torch.tensor([[log_ratio + old]], dtype=torch.float64, requires_grad=True),
         old=torch.tensor([[old]], dtype=torch.float64),
         advantages=torch.tensor([advantage], dtype=torch.float64),
-        mask=mask,
+        loss_mask=mask,
         denominator=Denominator(tokens=1, sequences=1),
     )
 

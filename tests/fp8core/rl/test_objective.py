@@ -39,19 +39,19 @@ def random_batch(seed, rows=5, columns=6, reference=True, spread=0.4):
 
     batch = RolloutBatch(
         sequences=nothing,
-        mask=mask,
+        policy_mask=mask,
         rollout_logprobs=near(old),
         old_logprobs=old,
         reference_logprobs=near(old) if reference else None,
         advantages=torch.randn(rows, generator=g),
-        keep=torch.rand(rows, generator=g) < 0.8,
+        row_mask=torch.rand(rows, generator=g) < 0.8,
         centred_rewards=torch.randn(rows, generator=g),
     )
     return batch, near(old).requires_grad_()
 
 
 def counts(batch):
-    return Denominator.of(batch.mask & batch.keep[:, None])
+    return Denominator.of(batch.policy_mask & batch.row_mask[:, None])
 
 
 @dataclass
@@ -74,7 +74,7 @@ def slow(method, reference_kl, batch, current):
     places = [
         (i, j)
         for i, j in torch.cartesian_prod(*map(torch.arange, current.shape)).tolist()
-        if batch.mask[i, j] and batch.keep[i]
+        if batch.policy_mask[i, j] and batch.row_mask[i]
     ]
     n = max(len(places), 1)
     places_in_row = Counter(i for i, _ in places)
@@ -129,9 +129,9 @@ def test_shares_of_micro_batches_add_up(method, reference_kl):
 def test_what_is_masked_or_dropped_may_hold_anything():
     built = objective("token_tis", 0.3)
     batch, current = random_batch(seed=2)
-    hidden = ~(batch.mask & batch.keep[:, None])
+    hidden = ~(batch.policy_mask & batch.row_mask[:, None])
     assert hidden.any()
-    assert not batch.keep.all()
+    assert not batch.row_mask.all()
     terms = built(current, batch, counts(batch))
     (gradient,) = torch.autograd.grad(terms.loss, current)
     for garbage in (math.nan, math.inf):
@@ -140,7 +140,7 @@ def test_what_is_masked_or_dropped_may_hold_anything():
             rollout_logprobs=batch.rollout_logprobs.masked_fill(hidden, garbage),
             old_logprobs=batch.old_logprobs.masked_fill(hidden, garbage),
             reference_logprobs=batch.reference_logprobs.masked_fill(hidden, garbage),
-            advantages=batch.advantages.masked_fill(~batch.keep, garbage),
+            advantages=batch.advantages.masked_fill(~batch.row_mask, garbage),
         )
         moved = current.detach().masked_fill(hidden, garbage).requires_grad_()
         again = built(moved, spoilt, counts(spoilt))
@@ -152,7 +152,7 @@ def test_what_is_masked_or_dropped_may_hold_anything():
 
 def test_nothing_kept_is_a_loss_of_zero():
     batch, current = random_batch(seed=3)
-    batch = replace(batch, keep=torch.zeros_like(batch.keep))
+    batch = replace(batch, row_mask=torch.zeros_like(batch.row_mask))
     terms = objective("token_tis", 0.3)(current, batch, counts(batch))
     assert set(terms.statistics().values()) == {0.0}
     terms.loss.backward()
@@ -176,7 +176,7 @@ def test_the_reported_divergence_is_a_token_mean_whatever_the_aggregation(settin
         Objective(LossConfig(reference_kl=weight, **settings), CorrectionConfig(method="none")) for weight in (0.0, 0.5)
     )
     found = [built(current, built.corrected(batch)[0], counts(batch)) for built in (plain, weighed)]
-    kept = (batch.mask & batch.keep[:, None]).nonzero().tolist()
+    kept = (batch.policy_mask & batch.row_mask[:, None]).nonzero().tolist()
     d = {(i, j): (batch.reference_logprobs[i, j].double() - current[i, j].double()).item() for i, j in kept}
     mean = sum(math.expm1(value) - value for value in d.values()) / len(d)
     assert [terms.reference_kl.item() for terms in found] == pytest.approx([mean, mean], rel=1e-9)
@@ -206,7 +206,7 @@ def test_every_policy_loss_and_aggregation_is_the_library_s(policy, aggregation)
         current=current,
         old=batch.old_logprobs,
         advantages=batch.advantages,
-        mask=corrected.mask,
+        loss_mask=corrected.loss_mask,
         denominator=counts(batch),
     )
     found = float(built(current, corrected, counts(batch)).loss.detach())
@@ -234,7 +234,9 @@ def test_settings_that_a_loss_does_not_take_are_refused(settings, reason):
 def test_the_entropy_bonus_is_aggregated_like_the_loss():
     batch, current = random_batch(seed=12, reference=False)
     g = torch.Generator().manual_seed(0)
-    entropy = torch.rand(batch.mask.shape, generator=g).masked_fill(~batch.mask, math.nan).requires_grad_()
+    entropy = (
+        torch.rand(batch.policy_mask.shape, generator=g).masked_fill(~batch.policy_mask, math.nan).requires_grad_()
+    )
     for name, aggregate in AGGREGATIONS.items():
         settings = {"aggregation": name}
         plain = Objective(LossConfig(**settings), CorrectionConfig(method="none"))
@@ -243,7 +245,7 @@ def test_the_entropy_bonus_is_aggregated_like_the_loss():
         (gradient,) = torch.autograd.grad(rewarded(current, corrected, counts(batch), entropy).loss, entropy)
         without = plain(current, corrected, counts(batch), entropy).loss
         bonus = (without - rewarded(current, corrected, counts(batch), entropy).loss).item()
-        kept = corrected.mask
+        kept = corrected.loss_mask
         expected = aggregate(entropy.detach().double(), kept, counts(batch)).item()
         assert bonus == pytest.approx(0.3 * expected, rel=1e-9)
         assert not gradient[~kept].any()
@@ -270,11 +272,11 @@ def test_distillation_adds_the_reverse_kl_to_each_token_s_advantage(weight, rewa
     built = Objective(config, CorrectionConfig(method="none"))
     corrected, _ = built.corrected(batch)
     terms = built(current, corrected, counts(batch))
-    expected = slow_distilled(batch, current, weight, rewards, corrected.mask)
+    expected = slow_distilled(batch, current, weight, rewards, corrected.loss_mask)
     assert terms.loss.item() == pytest.approx(expected.item(), rel=1e-12)
     gradients = [torch.autograd.grad(loss, current)[0] for loss in (terms.loss, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
-    gap = (batch.old_logprobs.double() - batch.teacher_logprobs.double())[corrected.mask]
+    gap = (batch.old_logprobs.double() - batch.teacher_logprobs.double())[corrected.loss_mask]
     assert terms.statistics()["teacher_kl"] == pytest.approx(gap.mean().item(), rel=1e-12)
 
 
@@ -289,9 +291,9 @@ def test_a_custom_rule_divides_by_what_it_says():
             denominator=denominator,
         )
         corrected, _ = Objective(LossConfig(), config).corrected(batch)
-        tokens[mode, denominator] = int(corrected.mask.sum())
+        tokens[mode, denominator] = int(corrected.loss_mask.sum())
         assert int((corrected.weights > 0).sum()) == tokens["decoupled", None]
-    everything = int((batch.mask & batch.keep[:, None]).sum())
+    everything = int((batch.policy_mask & batch.row_mask[:, None]).sum())
     assert 0 < tokens["decoupled", None] < everything
     assert tokens["decoupled", "all"] == tokens["bypass", None] == everything
 
@@ -315,7 +317,7 @@ def test_without_old_log_probs_each_part_is_corrected_as_in_the_batch_or_refused
 
     def learnt(given):
         corrected, _ = built.corrected(given)
-        denominator, totals = Denominator.of(corrected.mask), {}
+        denominator, totals = Denominator.of(corrected.loss_mask), {}
         current = batch.old_logprobs.clone().requires_grad_()
         for rows in (slice(0, 2), slice(2, 6)):
             terms = built(current[rows], corrected.rows(rows), denominator)

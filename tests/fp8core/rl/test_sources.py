@@ -150,12 +150,12 @@ def batch_of(rows, advantages=None):
     rollout = torch.full_like(d, -1.5)
     return RolloutBatch(
         sequences=TokenBatch.of([[0]] * len(rows), [[0] * len(row) for row in rows]),
-        mask=~d.isnan(),
+        policy_mask=~d.isnan(),
         rollout_logprobs=rollout,
         old_logprobs=rollout + d,
         reference_logprobs=None,
         advantages=torch.zeros(len(rows)) if advantages is None else torch.tensor(advantages, dtype=torch.float64),
-        keep=torch.ones(len(rows), dtype=torch.bool),
+        row_mask=torch.ones(len(rows), dtype=torch.bool),
     )
 
 
@@ -167,7 +167,7 @@ def objective(name):
 def corrected_by(name, rows):
     corrected, _ = objective(name).corrected(batch_of(rows))
     weights = [w[: len(row)] for w, row in zip(corrected.weights.tolist(), rows, strict=True)]
-    return weights, Denominator.of(corrected.mask).tokens
+    return weights, Denominator.of(corrected.loss_mask).tokens
 
 
 def flat(rows):
@@ -237,18 +237,18 @@ def test_bypass_corrects_for_the_policy_of_each_update(name):
     for step in (0.0, 0.002, 0.5):
         moved = [[d + r.gauss(0, step) for d in row] for row in rows]
         current = batch_of(moved).old_logprobs.requires_grad_()
-        terms = built(current, batch, Denominator.of(batch.mask))
+        terms = built(current, batch, Denominator.of(batch.policy_mask))
         terms.loss.backward()
         loss, gradient = verl_bypass_loss(name, rows, moved, advantages)
         assert float(terms.loss.detach()) == pytest.approx(loss, rel=1e-9, abs=1e-12)
-        assert current.grad[batch.mask].tolist() == pytest.approx(flat(gradient), rel=1e-9, abs=1e-12)
-        assert not current.grad[~batch.mask].any()
+        assert current.grad[batch.policy_mask].tolist() == pytest.approx(flat(gradient), rel=1e-9, abs=1e-12)
+        assert not current.grad[~batch.policy_mask].any()
         weights = flat(SOURCES[name](moved)[0])
         assert float(terms.weight_mean) == pytest.approx(fmean(weights), rel=1e-9)
         assert float(terms.zero_weight_fraction) == pytest.approx(weights.count(0.0) / len(weights))
         totals: dict[str, float] = {}
         for part in parts:
-            share = built(current[part], batch.rows(part), Denominator.of(batch.mask))
+            share = built(current[part], batch.rows(part), Denominator.of(batch.policy_mask))
             totals = merged(totals, share.statistics())
         assert totals == pytest.approx(terms.statistics(), rel=1e-9, abs=1e-12)
         found.append(weights)

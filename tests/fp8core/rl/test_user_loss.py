@@ -32,7 +32,7 @@ def loss(tokens, options):
 ROW_MEAN = """
 @policy_loss(options=Options)
 def loss(tokens, options):
-    lengths = tokens.mask.sum(dim=1, keepdim=True).clamp_min(1)
+    lengths = tokens.active_mask.sum(dim=1, keepdim=True).clamp_min(1)
     ratio = ((tokens.current - tokens.old).sum(dim=1, keepdim=True) / lengths).exp()
     return -tokens.advantages * ratio
 """
@@ -57,7 +57,7 @@ def inputs(seed=0):
         current=(old + 0.4 * torch.randn(4, 6, generator=g)).masked_fill(~mask, torch.nan).requires_grad_(),
         old=old,
         advantages=torch.randn(4, generator=g),
-        mask=mask,
+        loss_mask=mask,
         denominator=Denominator.of(mask),
         weights=0.5 + torch.rand(4, 6, generator=g),
     )
@@ -73,17 +73,17 @@ def test_terms_are_weighted_and_aggregated_like_ours(written, aggregate):
         assert mine.ratio_mean.item() == pytest.approx(ours.ratio_mean.item(), rel=1e-12)
         gradients = [torch.autograd.grad(loss.loss, given.current)[0] for loss in (mine, ours)]
         torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
-        assert not gradients[0][~given.mask].any()
+        assert not gradients[0][~given.loss_mask].any()
 
 
 @pytest.mark.parametrize("rejected", [False, True])
 def test_a_row_mean_is_one_of_the_tokens_that_count(written, rejected):
     given, kept = inputs(), (torch.arange(6) % 3 != 0).expand(4, 6)
-    left = {"kept": kept} if rejected else {"mask": given.mask & kept}
+    left = {"accepted_mask": kept} if rejected else {"loss_mask": given.loss_mask & kept}
     loss = load_loss(written(ROW_MEAN), {})(replace(given, **left), ClipRange(low=0.2, high=0.28), token_mean)
     total = 0.0
     for i in range(4):
-        tokens = [j for j in range(6) if given.mask[i, j] and j % 3]
+        tokens = [j for j in range(6) if given.loss_mask[i, j] and j % 3]
         ratio = math.exp(sum((given.current - given.old)[i, j].item() for j in tokens) / max(len(tokens), 1))
         total += sum(-given.weights[i, j].item() * given.advantages[i].item() * ratio for j in tokens)
     assert loss.loss.item() == pytest.approx(total / given.denominator.tokens, rel=1e-6)
@@ -94,7 +94,7 @@ BROKEN = {
     "nothing": ("return None", "returned NoneType, not floating-point terms"),
     "a mean": ("return tokens.current.mean()", r"returned torch.float64 \[\], not floating-point terms \[2, 3\]"),
     "not a number": ("return tokens.current / 0 * 0", "returned nan for token 0 of row 0"),
-    "truth": ("return tokens.mask", r"returned torch.bool \[2, 3\], not floating-point"),
+    "truth": ("return tokens.active_mask", r"returned torch.bool \[2, 3\], not floating-point"),
     "constant": ("return tokens.advantages", "nothing would be learnt"),
 }
 
@@ -112,7 +112,7 @@ def test_a_function_that_breaks_later_names_the_token(written):
     body = "return tokens.current + torch.where(tokens.current < -50, torch.nan, 0.0)"
     loss = load_loss(written(f"@policy_loss()\ndef loss(tokens, options):\n    {body}\n"), {})
     given = inputs()
-    row, token = given.mask.nonzero()[3].tolist()
+    row, token = given.loss_mask.nonzero()[3].tolist()
     with torch.no_grad():
         given.current[row, token] = -60.0
     with pytest.raises(UserError, match=f"returned nan for token {token} of row {row} of its micro-batch"):

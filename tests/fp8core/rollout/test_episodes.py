@@ -82,7 +82,7 @@ def policy_log_ratios(pair, episodes):
     scored = pair.trainer.logprobs(batch, 1.0, pair.scales.layers).logprobs
     return torch.cat(
         [
-            (row[: len(done.tokens)] - torch.tensor(done.logprobs))[torch.tensor(done.written)]
+            (row[: len(done.tokens)] - torch.tensor(done.logprobs))[torch.tensor(done.policy_mask)]
             for row, done in zip(scored, (episode.completion for episode in episodes), strict=True)
         ]
     )
@@ -95,7 +95,7 @@ def test_twelve_turns_are_exact(shape, pair_of, contract):
     episodes = play(pair.engine, ScriptedPool(talkative, order=1), build_tasks(3, 4))
     assert all(len(episode.turns) == TURNS for episode in episodes)
     ratios = policy_log_ratios(pair, episodes)
-    written = sum(sum(episode.completion.written) for episode in episodes)
+    written = sum(sum(episode.completion.policy_mask) for episode in episodes)
     assert len(ratios) == written > 300
     assert torch.equal(ratios, torch.zeros(written)), f"{int((ratios != 0).sum())} of {written} tokens differ"
 
@@ -116,7 +116,7 @@ def play_in_parts(engine, pool, tasks, room):
             before = known.get(key, 0)
             known[key] = len(done.tokens)
             assert before < len(done.tokens)
-            assert sum((done.written or [True] * len(done.tokens))[before:]) <= room
+            assert sum((done.policy_mask or [True] * len(done.tokens))[before:]) <= room
             # Every third was stored, and is read again.
             stored = (sum(key) + parts) % 3 == 0
             begun[key] = begun_of(done.tokens, done.logprobs, turn_rows(one, TOKENIZER)) if stored else one
@@ -177,8 +177,8 @@ def test_what_is_in_an_episode(in_turn):
         assert episode.prompt == tuple(TOKENIZER.encode(build_tasks(3, 4)[key].question))
         for number, turn in enumerate(episode.turns):
             assert turn.begin == place < turn.end <= turn.begin + 5
-            assert done.written[turn.begin : turn.end] == [True] * (turn.end - turn.begin)
-            assert done.written[turn.end : turn.observation_end] == [False] * (turn.observation_end - turn.end)
+            assert done.policy_mask[turn.begin : turn.end] == [True] * (turn.end - turn.begin)
+            assert done.policy_mask[turn.end : turn.observation_end] == [False] * (turn.observation_end - turn.end)
             assert done.logprobs[turn.end : turn.observation_end] == [0.0] * (turn.observation_end - turn.end)
             assert all(logprob < 0 for logprob in done.logprobs[turn.begin : turn.end])
             if number + 1 < TURNS:
@@ -186,7 +186,7 @@ def test_what_is_in_an_episode(in_turn):
                 observed = TOKENIZER.decode(done.tokens[turn.end : turn.observation_end])
                 assert observed == f"={said.content}"
             place = turn.observation_end
-        assert place == len(done.tokens) == len(done.logprobs) == len(done.written)
+        assert place == len(done.tokens) == len(done.logprobs) == len(done.policy_mask)
         assert (episode.turns[-1].said, episode.turns[-1].end) == ("", place)
         assert (episode.outcome, episode.detail, episode.reward) == ("judge", "over", 0.25 * (TURNS - 1) + 0.5)
         assert (episode.turns[-1].failed, episode.turns[-1].info) == (1, {"turns": TURNS})
@@ -240,7 +240,7 @@ def test_episodes_that_never_begin(pair, opening, finish, outcome, detail):
     done = episode.completion
     assert (done.finish, episode.outcome, episode.turns) == (finish, outcome, ())
     assert detail in episode.detail
-    assert (episode.prompt, done.tokens, done.logprobs, done.written) == ((9,), [TOKENIZER.end_id], [0.0], [False])
+    assert (episode.prompt, done.tokens, done.logprobs, done.policy_mask) == ((9,), [TOKENIZER.end_id], [0.0], [False])
 
 
 @pytest.mark.parametrize("said", ["1$2", "\ud800"])
@@ -273,7 +273,7 @@ def test_without_an_environment_an_episode_is_a_completion(pair, ragged_prompts,
     found = [*one_turn_episodes(pair.engine, groups, sampling)]
     assert [e.completion for whole in found for e in whole] == [c for part in generated for c in part]
     for episode in (e for whole in found for e in whole):
-        assert (episode.outcome, episode.opening, episode.completion.written) == ("judge", "", None)
+        assert (episode.outcome, episode.opening, episode.completion.policy_mask) == ("judge", "", None)
         assert episode.prompt == groups[episode.completion.group].prompt
         assert episode.turns == ()
     assert [*one_turn_episodes(pair.engine, [], sampling)] == []

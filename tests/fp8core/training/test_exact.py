@@ -91,15 +91,15 @@ def taken(batch, rows):
     """Some rows, padded anew."""
     lengths = batch.sequences.valid.sum(1)[rows].max()
     sequences = batch.sequences.part(rows, lengths)
-    columns = int(batch.mask[rows].sum(1).max())
+    columns = int(batch.policy_mask[rows].sum(1).max())
     return RolloutBatch(
         sequences=sequences,
-        mask=batch.mask[rows, :columns],
+        policy_mask=batch.policy_mask[rows, :columns],
         rollout_logprobs=batch.rollout_logprobs[rows, :columns],
         old_logprobs=batch.old_logprobs[rows, :columns],
         reference_logprobs=None,
         advantages=batch.advantages[rows],
-        keep=batch.keep[rows],
+        row_mask=batch.row_mask[rows],
     )
 
 
@@ -164,7 +164,7 @@ def test_a_step_moves_every_weight_and_counts(trainer_of, architecture, first_sc
     assert (trainer.version, report.version) == (1, 1)
     assert digest != trainer.digest() == report.digest == policy_digest(dict(trainer.masters))
     assert all(not torch.equal(before[name], tensor) for name, tensor in trainer.masters.items())
-    assert report.tokens == int(batch.mask.sum())
+    assert report.tokens == int(batch.policy_mask.sum())
     assert report.ratio_mean == pytest.approx(1, abs=1e-5)
     assert report.clip_fraction == 0
     assert report.grad_norm > 0
@@ -205,11 +205,11 @@ def test_micro_batches_give_nearly_the_same_gradient(gradient_of, batch_for, nam
 def test_rows_that_are_not_kept_count_for_nothing(gradient_of, batch_for, name, bound):
     batch = batch_for(CONTRACTS[name])
     keep = torch.tensor([True, False, True, True, False, True])
-    some = replace(batch, keep=keep, advantages=batch.advantages.masked_fill(~keep, math.nan))
+    some = replace(batch, row_mask=keep, advantages=batch.advantages.masked_fill(~keep, math.nan))
     found, report = gradient_of(CONTRACTS[name], some)
     expected, report_of_rest = gradient_of(CONTRACTS[name], taken(batch, keep))
     assert difference(found, expected) < bound
-    assert report.tokens == report_of_rest.tokens == int(batch.mask[keep].sum())
+    assert report.tokens == report_of_rest.tokens == int(batch.policy_mask[keep].sum())
     assert report.loss == pytest.approx(report_of_rest.loss, rel=1e-6)
     whole, _ = gradient_of(CONTRACTS[name], batch)
     assert difference(whole, expected) > 0.2

@@ -24,8 +24,8 @@ def test_a_pack_holds_rows_without_padding_between_them():
     assert found.sequences.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4, 0, 0, 0, 0]
     assert found.sequences.starts == (0, 5, 7, 12, 16)
     assert found.sequences.longest == 5
-    assert (found.written - 1).tolist() == [2, 3, 5, 8, 9, 10]
-    assert found.tokens[found.written].tolist() == [7, 8, 9, 10, 11, 12]
+    assert (found.target_positions - 1).tolist() == [2, 3, 5, 8, 9, 10]
+    assert found.tokens[found.target_positions].tolist() == [7, 8, 9, 10, 11, 12]
 
 
 @pytest.mark.parametrize(

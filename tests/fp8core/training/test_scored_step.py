@@ -49,7 +49,7 @@ def trainers(request, architecture, masters_of, trainer_of, first_scales, rollou
 
         exact = trainer_of(contract, arch)
         scales = first_scales(exact, contract)
-        batch = replace(rollout_batch(exact, scales), keep=torch.tensor([True, False, True, True, True, False]))
+        batch = replace(rollout_batch(exact, scales), row_mask=torch.tensor([True, False, True, True, True, False]))
         return SimpleNamespace(build=build, batch=batch, scales=scales.layers)
 
     return make
@@ -115,7 +115,7 @@ def test_each_update_has_rows_that_are_in_the_loss(trainers, keep, updates) -> N
     """A share of them; no update is of dropped rows alone."""
     objective = Objective(*OBJECTIVES["token_tis"])
     case = trainers(FP8, objective, minibatches=4)
-    batch = replace(case.batch, keep=torch.tensor(keep))
+    batch = replace(case.batch, row_mask=torch.tensor(keep))
     single, plain, scoring = trainers(FP8, objective).build(), case.build(), case.build()
     alone = [single.step(batch.rows(rows), 0.9, case.scales) for rows in updates]
     expected = plain.logprobs(batch.sequences, 0.9, case.scales)

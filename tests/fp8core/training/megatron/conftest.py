@@ -40,10 +40,10 @@ def ragged_batch() -> RolloutBatch:
     old = torch.where(mask, -3.0 + 0.1 * torch.randn(mask.shape, generator=generator), 0.0)
     return RolloutBatch(
         sequences=sequences,
-        mask=mask,
+        policy_mask=mask,
         rollout_logprobs=torch.where(mask, old + 0.1, 0.0),
         old_logprobs=old,
         reference_logprobs=None,
         advantages=torch.randn(24, generator=generator),
-        keep=torch.ones(24, dtype=torch.bool),
+        row_mask=torch.ones(24, dtype=torch.bool),
     )

@@ -54,7 +54,7 @@ def together(policies, ragged_batch, tmp_path_factory):
 @pytest.mark.parametrize("grid", ALL)
 def test_a_grid_computes_what_one_process_does(grid, alone, together, ragged_batch):
     found, expected = together[grid], alone[ALL[grid][0]]
-    mask = ragged_batch.mask
+    mask = ragged_batch.policy_mask
     assert torch.allclose(found["logprobs"][mask], expected["logprobs"][mask], rtol=0, atol=1e-5)
     for ours, theirs in zip(found["amax"], expected["amax"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)

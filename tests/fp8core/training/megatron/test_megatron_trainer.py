@@ -55,8 +55,8 @@ def test_scores_and_statistics_equal_the_torch_trainers(family, masters_of, ragg
     )
     for name in ("logprobs", "entropy"):
         ours, theirs = getattr(found, name), getattr(expected, name)
-        assert torch.equal(ours.isnan(), ~ragged_batch.mask)
-        assert torch.allclose(ours[ragged_batch.mask], theirs[ragged_batch.mask], rtol=0, atol=1e-5)
+        assert torch.equal(ours.isnan(), ~ragged_batch.policy_mask)
+        assert torch.allclose(ours[ragged_batch.policy_mask], theirs[ragged_batch.policy_mask], rtol=0, atol=1e-5)
     for ours, theirs in zip(found.statistics.amax(), expected.statistics.amax(), strict=True):
         assert vars(ours) == pytest.approx(vars(theirs), rel=1e-5)
 
@@ -122,7 +122,7 @@ def test_experts_of_the_rollout_are_replayed(name, architecture, masters_of, rag
     ours, theirs = megatron_trainer(arch, masters), torch_trainer(arch, masters)
     found, expected = (t.logprobs(replayed.sequences, TEMPERATURE, ()).logprobs for t in (ours, theirs))
     free = ours.logprobs(sequences, TEMPERATURE, ()).logprobs
-    mask = ragged_batch.mask
+    mask = ragged_batch.policy_mask
     assert torch.allclose(found[mask], expected[mask], rtol=0, atol=1e-5)
     assert not torch.allclose(found[mask], free[mask], rtol=0, atol=1e-3)
     steps = [trainer.step(replayed, TEMPERATURE, ()) for trainer in (ours, theirs)]
@@ -161,7 +161,7 @@ def test_weights_in_bf16_have_masters_in_fp32(architecture, masters_of, ragged_b
     trainer = megatron_trainer(arch, masters_of(arch), BF16)
     expected = megatron_trainer(arch, masters_of(arch)).logprobs(ragged_batch.sequences, TEMPERATURE, ())
     found = trainer.logprobs(ragged_batch.sequences, TEMPERATURE, ())
-    assert float((found.logprobs - expected.logprobs)[ragged_batch.mask].abs().mean()) < 0.05
+    assert float((found.logprobs - expected.logprobs)[ragged_batch.policy_mask].abs().mean()) < 0.05
     for _ in range(2):
         trainer.step(ragged_batch, TEMPERATURE, ())
     weights, masters = dict(trainer._policy.model.named_parameters()), trainer._optimiser.masters()

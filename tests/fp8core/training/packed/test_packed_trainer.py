@@ -213,7 +213,7 @@ def _rank(rank: int, port: int, make, batch, scales, folder: Path) -> None:
     again.load(folder)
     assert again.digest() == found["report"]["digest"]
     scoring = make(ranks)
-    advantages = torch.where(torch.arange(len(batch.keep)) == len(batch.keep) - 1, torch.nan, batch.advantages)
+    advantages = torch.where(torch.arange(len(batch.row_mask)) == len(batch.row_mask) - 1, torch.nan, batch.advantages)
     with pytest.raises(NotFiniteError, match="the loss is nan"):
         # The other ranks' passes go on.
         scoring.scored_step(replace(batch, advantages=advantages), 1.0, scales)
