@@ -112,10 +112,10 @@ def multiply(product: Product, device: str = "cuda") -> None:
         return codes, scales.t()[:rows]
 
     outputs, contraction = product.outputs, product.contraction
-    for rows in product.rows:
+    # The longest first: its memory serves the others, where rising sizes would each take more of the GPU.
+    for rows in sorted(product.rows, reverse=True):
         if product.operands == "bf16":
-            left, right = (torch.zeros(n, contraction, dtype=torch.bfloat16, device=device) for n in (rows, outputs))
-            head_logits(left, right)
+            head_logits(*(torch.zeros(n, contraction, dtype=torch.bfloat16, device=device) for n in (rows, outputs)))
         elif product.operands == "fp8_gradient":
             weight_gradient_gemm(zeros(outputs, rows), zeros(contraction, rows))
         else:
