@@ -49,7 +49,7 @@ class Recipe:
         attention: products over an FP8 cache.
         bf16_first_layers, bf16_last_layers: whose linears stay in BF16."""
 
-    name: str
+    name: RecipeName
     activations: Grouping
     weights: Grouping
     gradients: Grouping
@@ -80,7 +80,7 @@ def block_recipe(name: RecipeName, rows: ScaleRule, others: ScaleRule, attention
 FP32_ACTIVATIONS = block_recipe("fp32_activations", "fp32", "pow2", "fp16_over_fp8_cache")
 POW2 = block_recipe("pow2", "pow2", "pow2", "fp8")
 FP32 = block_recipe("fp32", "fp32", "fp32", "fp8")
-RECIPES: dict[RecipeName, Recipe] = {"fp32_activations": FP32_ACTIVATIONS, "pow2": POW2, "fp32": FP32}
+RECIPES: dict[RecipeName, Recipe] = {each.name: each for each in (FP32_ACTIVATIONS, POW2, FP32)}
 
 
 def recipe_of(name: RecipeName, attention: AttentionProducts | None, bf16_layers: tuple[int, int] = (0, 0)) -> Recipe:
