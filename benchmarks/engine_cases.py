@@ -21,8 +21,9 @@ from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.kernels.compilation import missing_jobs, run_jobs
-from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes
+from fp8core.models.architecture import Architecture, padded_vocabulary
 from fp8core.models.checkpoint import initial_weights
+from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, layer_of, rollout_formats, training_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
@@ -58,7 +59,6 @@ _SMALL: dict[str, Any] = {
     "rope_theta": 1_000_000.0,
     "max_positions": 4096,
     "rope_scaling": None,
-    "qk_norm": True,
     "tie_embeddings": False,
 }
 _QWEN3_8B = {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_heads": 32}
@@ -113,7 +113,7 @@ def qwen3_8b(layers: int) -> Architecture:
 def llama_8b() -> Architecture:
     """Llama-3.1-8B."""
     changed = {"family": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
-    changed |= {"num_layers": 32, "num_heads": 32, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "qk_norm": False}
+    changed |= {"num_layers": 32, "num_heads": 32, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
     return Architecture(**{**_SMALL, **changed, "max_positions": 131_072})
 
 

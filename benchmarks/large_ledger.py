@@ -33,7 +33,9 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.harness import Row, run_till, write_rows
 from benchmarks.small_hopper import Training, plan, step_ledger_row
 from benchmarks.tables import loop_tables
-from fp8core.models.architecture import Architecture, architecture_to_hf, parameter_shapes
+from fp8core.models.architecture import Architecture
+from fp8core.models.families import parameter_shapes
+from fp8core.models.families.config_json import architecture_to_hf
 from fp8core.models.hub import PUBLISHED
 from fp8core.models.safetensors_files import INDEX
 from fp8core.models.tokenizer import Tokenizer

@@ -71,7 +71,8 @@ from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.kernels import attention_backward
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture
+from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import RecipeName
@@ -82,8 +83,8 @@ from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
 SEQUENCE, PROMPT = 4096, 512
 PEAK_TFLOPS = 989.0
-_QWEN3 = {"family": "qwen3", "vocab_size": 151_936, "intermediate_size": 12_288, "num_layers": 36, "qk_norm": True}
-_LLAMA = {"family": "llama", "vocab_size": 128_256, "intermediate_size": 14_336, "num_layers": 32, "qk_norm": False}
+_QWEN3 = {"family": "qwen3", "vocab_size": 151_936, "intermediate_size": 12_288, "num_layers": 36}
+_LLAMA = {"family": "llama", "vocab_size": 128_256, "intermediate_size": 14_336, "num_layers": 32}
 _SHARED = {
     **{"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6},
     **{"rope_theta": 1e6, "max_positions": 8192, "rope_scaling": None, "tie_embeddings": False},

@@ -25,8 +25,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fp8core.config.load import load_config, reload_config
 from fp8core.config.run import RunConfig
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import save_checkpoint
+from fp8core.models.families import parameter_shapes
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.run.context import RunContext
@@ -229,7 +230,6 @@ def small_checkpoint(tmp_path_factory: pytest.TempPathFactory, bpe_tokenizer: To
         rope_theta=10_000.0,
         max_positions=512,
         rope_scaling=None,
-        qk_norm=True,
         tie_embeddings=False,
     )
     folder = tmp_path_factory.mktemp("small") / "checkpoint"

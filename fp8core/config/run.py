@@ -28,19 +28,19 @@ RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 class ArchitectureConfig(Section):
-    """A decoder built from scratch (Qwen3 shape); real checkpoints bring their own config.json."""
+    """A decoder built from scratch; real checkpoints bring their own config.json."""
 
+    family: str = Field("qwen3", description="Its kind of layers: a file in fp8core/models/families.")
     hidden_size: int = Field(128, ge=8, le=16384, description="Width of the residual stream.")
     intermediate_size: int = Field(256, ge=8, le=65536, description="Width of a dense MLP.")
     num_layers: int = Field(2, ge=1, le=200, description="Transformer layers.")
     num_heads: int = Field(4, ge=1, le=256, description="Query heads.")
     num_kv_heads: int = Field(2, ge=1, le=256, description="Key and value heads; divides num_heads.")
     head_dim: int = Field(32, ge=2, le=512, multiple_of=2, description="Width of an attention head.")
-    qk_norm: bool = Field(True, description="RMSNorm on each head of Q and K (Qwen3).")
     tie_embeddings: bool = Field(False, description="The head reuses the embedding.")
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary embedding.")
     max_positions: int = Field(256, ge=8, le=1 << 20, description="Longest prompt with its completion, in tokens.")
-    num_experts: int = Field(0, ge=0, le=4096, description="Experts of a sparse layer; 0 builds a dense decoder.")
+    num_experts: int = Field(0, ge=0, le=4096, description="Experts of a sparse layer; 0 of a dense family.")
     experts_per_token: int = Field(2, ge=1, le=4096, description="Experts a token goes to.")
     expert_intermediate_size: int = Field(128, ge=8, le=65536, description="Width of one expert.")
     normalise_top_k: bool = Field(True, description="The weights of a token's experts sum to 1 (norm_topk_prob).")
@@ -51,8 +51,6 @@ class ArchitectureConfig(Section):
     def _sizes_agree(self) -> "ArchitectureConfig":
         if self.num_experts and self.experts_per_token > self.num_experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} exceeds num_experts={self.num_experts}")
-        if self.num_experts and not self.qk_norm:
-            raise ValueError("num_experts needs qk_norm: only Qwen3's shape has experts")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         return self

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,15 +16,10 @@ from torch import Tensor
 
 from fp8core.config.run import ArchitectureConfig
 from fp8core.durable import make_folder, sync_path, why_not_written
-from fp8core.errors import UserError
-from fp8core.models.architecture import (
-    Architecture,
-    Experts,
-    architecture_from_hf,
-    architecture_to_hf,
-    one_or_list,
-    parameter_shapes,
-)
+from fp8core.errors import UserError, nearest
+from fp8core.models.architecture import Architecture, Experts
+from fp8core.models.families import FAMILIES, parameter_shapes
+from fp8core.models.families.config_json import architecture_from_hf, architecture_to_hf, one_or_list
 from fp8core.models.safetensors_files import INDEX, WEIGHTS, FileTensors, StoredTensor, TensorSource, read_folder
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.user_files import read_json_object
@@ -157,8 +152,9 @@ def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, .
 
 
 def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Architecture:
-    """A Qwen3-shaped decoder (Qwen3-MoE with experts, Llama without QK norm) of the configured size."""
-    dense: Literal["llama", "qwen3"] = "qwen3" if config.qk_norm else "llama"
+    """A decoder of the configured family and size.
+    Raises UserError: there is no such family, or its layers have another shape."""
+    _check_family(config)
     experts = None
     if config.num_experts:
         experts = Experts(
@@ -170,16 +166,33 @@ def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Arc
             dense_layers=tuple(config.mlp_only_layers),
         )
     sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    others = ("rope_theta", "max_positions", "qk_norm", "tie_embeddings")
+    others = ("family", "rope_theta", "max_positions", "tie_embeddings")
     chosen: dict[str, Any] = {name: getattr(config, name) for name in (*sizes, *others)}
     return Architecture(
         **chosen,
-        family=dense if experts is None else "qwen3_moe",
         vocab_size=vocab_size,
         rms_norm_eps=1e-6,
         rope_scaling=None,
         experts=experts,
     )
+
+
+def _check_family(config: ArchitectureConfig) -> None:
+    if (family := FAMILIES.get(config.family)) is None:
+        close = nearest(config.family, FAMILIES)
+        hint = f"known here: {', '.join(FAMILIES)}" if close is None else f"did you mean {close}?"
+        raise UserError(f"architecture.family={config.family}: no such family; {hint}")
+    if bool(config.num_experts) != (family.experts is not None):
+        others = [name for name, each in FAMILIES.items() if (each.experts is None) != (family.experts is None)]
+        raise UserError(
+            f"architecture.num_experts={config.num_experts} with architecture.family={family.name}; set family to "
+            f"{' or '.join(others)}"
+        )
+    if family.heads_fill_hidden and config.num_heads * config.head_dim != config.hidden_size:
+        raise UserError(
+            f"architecture.head_dim={config.head_dim} with architecture.family={family.name}: num_heads * head_dim "
+            f"must be hidden_size={config.hidden_size}"
+        )
 
 
 class InitialWeights(TensorSource):

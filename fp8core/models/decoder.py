@@ -1,4 +1,4 @@
-"""The decoder shared by the embedded engine and the torch trainer: every family of `architecture`, in any format.
+"""The decoder shared by the embedded engine and the torch trainer: every family, in any format.
 
 Engine and trainer run this code on the same bytes, and no operation depends on the batch around a token. So their
 log-probs are equal bit for bit."""
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import ReplayedRouting, Routing, TopKRouting, feed_forward
+from fp8core.models.families import layer_parts
 from fp8core.models.weights import Formats, LayerWeights, PolicyWeights
 from fp8core.numerics.attention import AttentionFormat
 from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate, scale_frequencies
@@ -71,6 +72,7 @@ class FullContext:
 class Decoder:
     def __init__(self, arch: Architecture, formats: Formats) -> None:
         self.arch, self.formats = arch, formats
+        self._parts = layer_parts(arch)
         self._sparse = {layer: index for index, layer in enumerate(arch.sparse_layers)}
         self._cos, self._sin = (formats.points.tables(table) for table in rotary_tables(arch))
 
@@ -94,13 +96,15 @@ class Decoder:
         cos, sin = self.rotary_tables(positions)
         x, added = torch.nn.functional.embedding(tokens, weights.embedding), None
         for i, layer in enumerate(weights.layers):
-            x, normed = self._add_norm(x, added, layer.input_norm)
-            q, k, v = self._qkv(i, layer, normed, cos, sin)
+            x, operand = self._input(x, added, layer.attention_norm)
+            q, k, v = self._qkv(i, layer, operand, cos, sin)
             if observe is not None:
                 observe(i, (q, k, v))
             attended = _attend(self.formats.attention, i, (q, k, v), context, scales[i] if scales else None)
-            x, normed = self._add_norm(x, self.formats.linears[i](attended, layer.output), layer.post_norm)
-            added = feed_forward(normed.flatten(0, 1), layer.mlp, self.formats.mlp(i), self._sparse.get(i), routing)
+            added = self._output(self.formats.linears[i](attended, layer.output), layer.attention_norm)
+            x, operand = self._input(x, added, layer.mlp_norm)
+            mixed = feed_forward(operand.flatten(0, 1), layer.mlp, self.formats.mlp(i), self._sparse.get(i), routing)
+            added = self._output(mixed, layer.mlp_norm)
         return self._add_norm(x, added, weights.norm)[1]
 
     def completion_logprobs(
@@ -123,11 +127,23 @@ class Decoder:
     def rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self._cos[positions][:, None], self._sin[positions][:, None]
 
+    def _input(self, x: Tensor, added: Tensor | None, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream with the last block's part, and the operand of the next block."""
+        if self._parts.norms == "before":
+            return self._add_norm(x, added, norm)
+        total = x if added is None else self.formats.rounding(x + added.view_as(x))
+        return total, total
+
+    def _output(self, computed: Tensor, norm: Tensor) -> Tensor:
+        """The part that a block adds to the residual stream."""
+        return computed if self._parts.norms == "before" else self._norm(computed, norm)
+
     def _add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        rounding, points = self.formats.rounding, self.formats.points
         total = x if added is None else x + added.view_as(x)
-        normed = rms_norm(points.sums(total), weight, self.arch.rms_norm_eps, rounding, points.normalised)
-        return rounding(total), normed
+        return self.formats.rounding(total), self._norm(self.formats.points.sums(total), weight)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.arch.rms_norm_eps, self.formats.rounding, self.formats.points.normalised)
 
     def fused_qkv(self, i: int, layer: LayerWeights, x: Tensor) -> Tensor:
         product = self.formats.linears[i](x, layer.qkv)
@@ -136,14 +152,18 @@ class Decoder:
     def _qkv(self, i: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, heads, T, d] of each, normed and rotated."""
         batch, length, _ = x.shape
-        arch, rounding, inner = self.arch, self.formats.rounding, self.formats.points.normalised
+        arch, rounding = self.arch, self.formats.rounding
         heads = self.fused_qkv(i, layer, x.flatten(0, 1)).view(batch, length, -1, arch.head_dim)
         q, k, v = heads.split([arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, arch.rms_norm_eps, rounding, inner)
-            k = rms_norm(k, layer.k_norm, arch.rms_norm_eps, rounding, inner)
+            q, k = self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         return rotate(q, cos, sin, rounding), rotate(k, cos, sin, rounding), v
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Of [B, T, heads, d]."""
+        whole = self._parts.qk_norm == "projection"
+        return self._norm(heads.flatten(2) if whole else heads, weight).view_as(heads)
 
 
 def _attend(

@@ -7,8 +7,9 @@ from pathlib import Path
 from fp8core.config.data import CHAIN_VOCABULARY
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, first_line, nearest
-from fp8core.models.architecture import Architecture, Experts, RopeScaling, architecture_from_hf
+from fp8core.models.architecture import Architecture, Experts, RopeScaling
 from fp8core.models.checkpoint import architecture_from_config
+from fp8core.models.families.config_json import architecture_from_hf
 from fp8core.user_files import read_json_object
 
 _FILES = ["*.safetensors", "*.json", "*.jinja"]
@@ -95,7 +96,6 @@ _QWEN3_8B = Architecture(
     rope_theta=1e6,
     max_positions=32_768,
     rope_scaling=None,
-    qk_norm=True,
     tie_embeddings=False,
 )
 _QWEN3_30B_A3B = replace(
@@ -120,7 +120,6 @@ _LLAMA_31_8B = replace(
     rope_theta=500_000.0,
     max_positions=131_072,
     rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192),
-    qk_norm=False,
 )
 
 # The config.json of models that configurations here name, so that a plan needs no network and no licence.

@@ -13,8 +13,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from fp8core.durable import sync_path, write_file
-from fp8core.models.architecture import BLOCK_FP8
 from fp8core.models.checkpoint import Checkpoint, find_checkpoint, whole_folder
+from fp8core.models.families.config_json import BLOCK_FP8
 from fp8core.models.safetensors_files import WEIGHTS
 from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.recipe import TILE, Grouping

@@ -14,6 +14,7 @@ from fp8core.config.precision import LinearFormat as LinearName
 from fp8core.config.precision import PointsName, PrecisionContract, SidePrecision
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.experts import ExpertWeights, MlpFormats, MlpWeights
+from fp8core.models.families import layer_parts
 from fp8core.numerics.attention import (
     FP8_CACHE_FORMS,
     AttentionFormat,
@@ -82,13 +83,15 @@ class StoredNames:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    input_norm: Tensor
+    """One layer. Its family places the norms before attention and MLP or after them (`LayerParts.norms`)."""
+
+    attention_norm: Tensor
     qkv: LinearWeight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: LinearWeight
-    post_norm: Tensor
+    mlp_norm: Tensor
     mlp: MlpWeights | ExpertWeights
 
 
@@ -232,18 +235,18 @@ class _Source:
 
 
 def _layer_weights(source: _Source, arch: Architecture, i: int) -> LayerWeights:
-    prefix = f"model.layers.{i}"
+    parts, prefix = layer_parts(arch), f"model.layers.{i}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     return LayerWeights(
-        input_norm=source.plain(f"{prefix}.input_layernorm.weight"),
+        attention_norm=source.plain(f"{prefix}.{parts.attention_norm}.weight"),
         qkv=source.linear(*(f"{attention}.{name}_proj.weight" for name in "qkv")),
         qkv_bias=torch.cat([source.plain(f"{attention}.{name}_proj.bias") for name in "qkv"])
-        if arch.qkv_bias
+        if parts.qkv_bias
         else None,
-        q_norm=source.plain(f"{attention}.q_norm.weight") if arch.qk_norm else None,
-        k_norm=source.plain(f"{attention}.k_norm.weight") if arch.qk_norm else None,
+        q_norm=source.plain(f"{attention}.q_norm.weight") if parts.qk_norm else None,
+        k_norm=source.plain(f"{attention}.k_norm.weight") if parts.qk_norm else None,
         output=source.linear(f"{attention}.o_proj.weight"),
-        post_norm=source.plain(f"{prefix}.post_attention_layernorm.weight"),
+        mlp_norm=source.plain(f"{prefix}.{parts.mlp_norm}.weight"),
         mlp=source.experts(mlp, arch.experts) if arch.experts and i in arch.sparse_layers else source.mlp(mlp),
     )
 

@@ -8,7 +8,8 @@ from fp8core.config.capability import Node
 from fp8core.config.precision import CacheFormat, LinearFormat, PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture
+from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.recipe import TILE
 

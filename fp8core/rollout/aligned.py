@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fp8core.models.architecture import Architecture, RopeScaling
 from fp8core.models.decoder import rotary_tables
+from fp8core.models.families import FAMILIES, layer_parts
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.fused import HeadLayout, add_norm, add_norm_row_codes, norm_rotate, swiglu, swiglu_row_codes
@@ -22,12 +23,7 @@ from fp8core.numerics.recipe import Recipe, recipe_of
 
 POINTS: Final = "kernels"
 """Rounding points of these decoders."""
-NAMES: Final = {
-    "LlamaForCausalLM": "AlignedLlamaForCausalLM",
-    "MistralForCausalLM": "AlignedLlamaForCausalLM",
-    "Qwen2ForCausalLM": "AlignedQwen2ForCausalLM",
-    "Qwen3ForCausalLM": "AlignedQwen3ForCausalLM",
-}
+NAMES: Final = {family.hf_class: name for family in FAMILIES.values() if (name := family.aligned_class) is not None}
 """An engine's class -> the name of the one derived from it."""
 Operand = Tensor | Codes
 """What a linear reads: BF16 values, or codes with their scales."""
@@ -70,6 +66,7 @@ class AlignedDecoder(nn.Module):
         """`config` is that of `aligned_config`, `heads` of this GPU."""
         arch = decoder_of(config)
         self._arch, self._heads, self.recipe = arch, heads, aligned_recipe(config)
+        self._parts = layer_parts(arch)
         tables = [KERNELS.tables(table) for table in rotary_tables(arch)]
         # Buffers survive an engine's sleep. The flag is not read: a value that is not finite reaches the log-probs.
         self._flag = FiniteFlag(device)
@@ -110,10 +107,10 @@ class AlignedDecoder(nn.Module):
         return self.joined(swiglu(inner))
 
     def _attention(self, attention: Any, rows: Operand, positions: Tensor, attend: Attend) -> Tensor:
-        heads, arch = self._heads, self._arch
-        norms = (attention.q_norm.weight, attention.k_norm.weight) if arch.qk_norm else None
+        heads, arch, parts = self._heads, self._arch, self._parts
+        norms = (attention.q_norm.weight, attention.k_norm.weight) if parts.qk_norm else None
         qkv = _multiply(rows, attention.qkv_proj)
-        if arch.qkv_bias:
+        if parts.qkv_bias:
             qkv = qkv + attention.qkv_proj.bias
         rotated = norm_rotate(qkv, norms, self.cosines, self.sines, positions, heads, arch.rms_norm_eps)
         sizes = [n * heads.head_dim for n in (heads.query_heads, heads.kv_heads, heads.kv_heads)]

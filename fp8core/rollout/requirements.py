@@ -10,7 +10,8 @@ from fp8core.config.engines import SglangConfig, VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture
+from fp8core.models.families import family_of, parameter_shapes
 from fp8core.models.weights import rollout_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
@@ -96,8 +97,7 @@ def aligned_refusals(place: str, contract: PrecisionContract) -> Iterator[str]:
 
 def aligned_shape_refusals(place: str, arch: Architecture) -> Iterator[str]:
     group = arch.num_heads // arch.num_kv_heads
-    if arch.experts is not None:
-        yield f"{place}: the model has experts, only dense ones are aligned; set it to stock"
+    yield from family_of(arch).refusals("aligned", place)
     if not decode_kernel_takes(arch.head_dim, group):
         yield (
             f"{place}: head_dim {arch.head_dim} with {group} query heads per KV head; its attention "

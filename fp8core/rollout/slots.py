@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes, with_whole_tiles
+from fp8core.models.architecture import Architecture, padded_vocabulary, with_whole_tiles
+from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import TILE

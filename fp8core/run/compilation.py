@@ -19,8 +19,9 @@ from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.kernels.compilation import Job, KernelFolders, missing_jobs, multiply, release_memory, run_jobs
 from fp8core.kernels.hopper_gemm import DEEP_GEMM_DISTRIBUTIONS, has_deep_gemm
-from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
+from fp8core.models.architecture import Architecture, with_whole_tiles
 from fp8core.models.decoder import rotary_tables
+from fp8core.models.families import layer_parts, parameter_shapes
 from fp8core.models.hub import model_shape
 from fp8core.numerics.e4m3 import FiniteFlag, row_codes
 from fp8core.numerics.elementwise import KERNELS
@@ -158,7 +159,7 @@ def decode(arch: Architecture, rows: int, groups: Grouping, device: str = "cuda"
     add_norm(x, x, norm, arch.rms_norm_eps)
     cos, sin = (KERNELS.tables(table).to(device) for table in rotary_tables(arch))
     qkv, positions = zeros(rows, _qkv_width(arch)), torch.zeros(rows, dtype=torch.int64, device=device)
-    norms = (head_norm, head_norm) if arch.qk_norm else None
+    norms = (head_norm, head_norm) if layer_parts(arch).qk_norm else None
     norm_rotate(qkv, norms, cos, sin, positions, layout, arch.rms_norm_eps)
     row_codes(zeros(rows, arch.num_heads * arch.head_dim), groups, flag)
     swiglu_row_codes(zeros(rows, 2 * arch.intermediate_size), groups, flag)
@@ -172,7 +173,7 @@ def sweep_gradients(arch: Architecture, packs: range, device: str = "cuda") -> N
     all_heads = torch.zeros(packs[-1], _qkv_width(arch), dtype=torch.bfloat16, device=device)
     weight, heads = (torch.ones(n, device=device) for n in (arch.hidden_size, arch.head_dim))
     cos, sin = (table.bfloat16().float().to(device) for table in rotary_tables(arch))
-    norms = (heads, heads) if arch.qk_norm else None
+    norms = (heads, heads) if layer_parts(arch).qk_norm else None
     for tokens in packs:
         x, qkv, inverse = every[:tokens], all_heads[:tokens], torch.ones(tokens, device=device)
         for around in (None, x):

@@ -15,7 +15,8 @@ from fp8core.config.run import RunConfig
 from fp8core.config.step_graph import StepGraph
 from fp8core.data.prompt import PromptSource
 from fp8core.environments.pool import EnvironmentPool
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture
+from fp8core.models.families import parameter_shapes
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier

@@ -21,8 +21,9 @@ from fp8core.data.demonstrations import (
 )
 from fp8core.data.source import in_epochs
 from fp8core.errors import StoredFileError, UserError, first_line
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder
+from fp8core.models.families import parameter_shapes
 from fp8core.models.safetensors_files import FileTensors
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.e4m3 import GroupNotFinite

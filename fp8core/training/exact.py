@@ -14,8 +14,9 @@ from torch.optim.adamw import adamw
 
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import (
     Formats,
     PolicyWeights,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8core.config.training import LoraConfig
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture
+from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import is_linear
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.lora import merged_weight, with_gradients

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp8core.config.run import RunConfig
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import Architecture
+from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import fused_linear, is_linear, layer_of
 from fp8core.resources.memory import (
     BF16_BYTES,

@@ -37,7 +37,6 @@ _SHAPE: dict[str, Any] = {
     "rope_theta": 10_000.0,
     "max_positions": 64,
     "rope_scaling": None,
-    "qk_norm": True,
     "tie_embeddings": False,
 }
 

@@ -20,10 +20,10 @@ TEMPERATURE = 1.0
 _FORMATS = {"bf16": ("bf16", "bf16"), "fp8": ("fp8_block", "bf16")}
 _EXPERTS = Experts(count=8, per_token=2, intermediate_size=256, normalise_top_k=True, sparse_step=1, dense_layers=())
 _SMALL: dict[str, dict[str, Any]] = {
-    "qwen3": {"family": "qwen3", "qk_norm": True},
-    "llama": {"family": "llama", "qk_norm": False},
-    "qwen3-moe": {"family": "qwen3_moe", "qk_norm": True, "experts": _EXPERTS},
-    "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True, "hidden_size": 512, "head_dim": 64},
+    "qwen3": {"family": "qwen3"},
+    "llama": {"family": "llama"},
+    "qwen3-moe": {"family": "qwen3_moe", "experts": _EXPERTS},
+    "qwen2": {"family": "qwen2", "hidden_size": 512, "head_dim": 64},
 }
 PARITY = tuple(_SMALL)
 

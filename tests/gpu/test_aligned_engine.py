@@ -62,13 +62,12 @@ ARCH = Architecture(
     rope_theta=1e6,
     max_positions=8192,
     rope_scaling=None,
-    qk_norm=True,
     tie_embeddings=False,
 )
 # Heads of 64, and parts of fused linears that end inside a tile.
 PARTIAL = replace(
     ARCH,
-    **{"family": "llama", "qk_norm": False, "hidden_size": 576, "intermediate_size": 1500},
+    **{"family": "llama", "hidden_size": 576, "intermediate_size": 1500},
     **{"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
 )
 SCALES = PolicyScales(3, tuple(LayerScales(2.0 ** -(4 + i % 2), 0.03125, 0.0625) for i in range(ARCH.num_layers)))

@@ -45,13 +45,12 @@ ARCH = Architecture(
     rope_theta=1e6,
     max_positions=1024,
     rope_scaling=None,
-    qk_norm=True,
     tie_embeddings=False,
 )
 # Heads of 64, and parts of fused linears that end inside a tile.
 PARTIAL = replace(
     ARCH,
-    **{"family": "qwen2", "qk_norm": False, "qkv_bias": True, "hidden_size": 192, "intermediate_size": 480},
+    **{"family": "qwen2", "hidden_size": 192, "intermediate_size": 480},
     **{"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
 )
 ARCHES = pytest.mark.parametrize("arch", [ARCH, PARTIAL], ids=["whole tiles", "partial tiles"])

@@ -44,7 +44,6 @@ ARCH = Architecture(
     rope_theta=1e6,
     max_positions=2048,
     rope_scaling=None,
-    qk_norm=True,
     tie_embeddings=False,
 )
 SETTINGS: dict[str, Any] = {

@@ -42,7 +42,6 @@ ARCH = Architecture(
     rope_theta=1e6,
     max_positions=8192,
     rope_scaling=None,
-    qk_norm=True,
     tie_embeddings=False,
 )
 SCALES = PolicyScales(3, tuple(LayerScales(2.0 ** -(4 + i % 2), 0.03125, 0.0625) for i in range(ARCH.num_layers)))

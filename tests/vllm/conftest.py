@@ -71,7 +71,6 @@ SHAPE: dict[str, Any] = {
     "rope_theta": 10_000.0,
     "max_positions": 256,
     "rope_scaling": None,
-    "qk_norm": True,
     "tie_embeddings": False,
 }
 # vLLM's kernels for CPUs truncate to BF16 where an x86 processor cannot round to it (csrc/cpu/cpu_types_x86.hpp,

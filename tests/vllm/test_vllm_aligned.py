@@ -21,9 +21,9 @@ QWEN3 = Architecture(
     **{**SHAPE, "hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 )
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
-LLAMA = replace(QWEN3, family="llama", qk_norm=False, tie_embeddings=True, rope_scaling=SCALING)
+LLAMA = replace(QWEN3, family="llama", tie_embeddings=True, rope_scaling=SCALING)
 # vLLM's Qwen2 divides the hidden size among the heads.
-QWEN2 = replace(QWEN3, family="qwen2", qk_norm=False, qkv_bias=True, hidden_size=512)
+QWEN2 = replace(QWEN3, family="qwen2", hidden_size=512)
 # Heads of 64, and no part of a fused linear that ends with a tile.
 PARTIAL = replace(LLAMA, hidden_size=192, intermediate_size=336, num_heads=9, num_kv_heads=3, head_dim=64)
 EACH = pytest.mark.parametrize("arch", [LLAMA, QWEN2, QWEN3, PARTIAL], ids=["llama", "qwen2", "qwen3", "partial tiles"])

@@ -80,7 +80,7 @@ SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, ori
 SMALL = [
     {"family": "llama", "num_heads": 4, "rope_scaling": SCALING},
     {
-        **{"family": "qwen2", "qkv_bias": True, "hidden_size": 256, "intermediate_size": 384},
+        **{"family": "qwen2", "hidden_size": 256, "intermediate_size": 384},
         **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64},
     },
 ]
@@ -92,7 +92,7 @@ def test_small_models_that_share_their_embedding(vllm_build, changes):
     from fp8core.rollout.vllm.engine import VllmEngine
 
     contract = with_a_bf16_head(CONTRACT)
-    arch = Architecture(**{**SHAPE, "qk_norm": False, "tie_embeddings": True, **changes})
+    arch = Architecture(**{**SHAPE, "tie_embeddings": True, **changes})
     engine = VllmEngine(arch, contract, OPTIONS, 16, vllm_build)
     try:
         check_small_model(engine, arch, contract, build_policy)

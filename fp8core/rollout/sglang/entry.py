@@ -8,6 +8,7 @@ from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, padded_vocabulary
+from fp8core.models.families import family_of
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.resources.kernels import Product, layer_products
 from fp8core.resources.memory import Device, EngineMemory
@@ -57,15 +58,15 @@ def contract_refusals(contract: PrecisionContract, options: SglangConfig, build:
 
 
 def model_refusals(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> Iterator[str]:
-    if arch.experts is not None:
-        yield "rollout.engine=sglang: the model has experts; set rollout.engine to vllm"
     if options.model == "aligned":
         yield from aligned_shape_refusals(_ALIGNED, arch)
-    elif arch.hidden_size % OUTPUT_MULTIPLE:
-        yield (
-            f"rollout.engine=sglang: a hidden size of {arch.hidden_size}, which is no multiple of "
-            f"{OUTPUT_MULTIPLE}; set rollout.engine to embedded"
-        )
+    else:
+        yield from family_of(arch).refusals("sglang", "rollout.engine=sglang")
+        if arch.hidden_size % OUTPUT_MULTIPLE:
+            yield (
+                f"rollout.engine=sglang: a hidden size of {arch.hidden_size}, which is no multiple of "
+                f"{OUTPUT_MULTIPLE}; set rollout.engine to embedded"
+            )
     if contract.rollout.kv_cache == "fp8" and arch.head_dim not in _HEAD_DIMS:
         yield (
             f"precision.rollout.kv_cache=fp8: head_dim {arch.head_dim}; FlashAttention 3 reads FP8 for "

@@ -19,7 +19,9 @@ from typing import Any
 
 from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.models.architecture import Architecture, architecture_to_hf, parameter_shapes
+from fp8core.models.architecture import Architecture
+from fp8core.models.families import parameter_shapes
+from fp8core.models.families.config_json import architecture_to_hf
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import is_linear, rollout_formats
 from fp8core.resources.memory import cache_bytes_per_token

@@ -14,6 +14,7 @@ from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import VOCABULARY_STEP, Architecture, padded_vocabulary, with_whole_tiles
+from fp8core.models.families import family_of
 from fp8core.numerics.recipe import TILE
 from fp8core.resources.kernels import Product, layer_products
 from fp8core.resources.memory import Device, EngineMemory, gib
@@ -81,12 +82,14 @@ def _possible_points(options: VllmConfig, build: EngineBuild) -> tuple[str, ...]
 def model_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
     if options.model == "aligned":
         yield from aligned_shape_refusals(_ALIGNED, arch)
-        if arch.family == "qwen2" and with_whole_tiles(arch).num_heads * arch.head_dim != arch.hidden_size:
+        family = family_of(arch)
+        if family.heads_fill_hidden and with_whole_tiles(arch).num_heads * arch.head_dim != arch.hidden_size:
             yield (
-                f"{_ALIGNED}: a Qwen2 of {arch.num_heads} heads of {arch.head_dim}; vLLM divides the "
+                f"{_ALIGNED}: a {family.title} of {arch.num_heads} heads of {arch.head_dim}; vLLM divides the "
                 f"hidden size, {arch.hidden_size}, among as many heads as fill tiles of {TILE}; set it to stock"
             )
     else:
+        yield from family_of(arch).refusals("vllm", "rollout.engine=vllm")
         by_fp32 = contract.rollout.linear == "fp8_block" and contract.recipe.activations.rule == "fp32"
         if arch.experts is not None and by_fp32:
             yield (

@@ -8,6 +8,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import MegatronConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
+from fp8core.models.families import layer_parts
 from fp8core.numerics.recipe import ScaleRule
 
 
@@ -24,11 +25,11 @@ def transformer_arguments(
         "kv_channels": arch.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": arch.rms_norm_eps,
-        "qk_layernorm": arch.qk_norm,
+        "qk_layernorm": layer_parts(arch).qk_norm == "head",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": arch.qkv_bias,
+        "add_qkv_bias": layer_parts(arch).qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": torch.bfloat16,

@@ -23,6 +23,8 @@ from torch.distributed import all_gather_object, broadcast, get_rank, get_world_
 
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.families import layer_parts
+from fp8core.models.families.family import LayerParts
 from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.recipe import TILE
 
@@ -81,45 +83,46 @@ def parallel_ranks(megatron: MegatronConfig) -> list[ParallelRank]:
 def parameters(arch: Architecture, megatron: MegatronConfig, style: Style, expert: int) -> Iterator[Parameter]:
     """Those of a GPU with this share of the experts."""
     yield Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "rows_padded", "rows")
+    parts = layer_parts(arch)
     for layer in range(arch.num_layers):
-        yield from _attention(arch, style, f"decoder.layers.{layer}", f"model.layers.{layer}")
+        yield from _attention(parts, style, f"decoder.layers.{layer}", f"model.layers.{layer}")
         if arch.experts is not None and layer in arch.sparse_layers:
             count = arch.experts.count // megatron.expert_parallel
             own = range(expert * count, (expert + 1) * count)
-            yield from _experts(style, own, f"decoder.layers.{layer}", f"model.layers.{layer}")
+            yield from _experts(parts, style, own, f"decoder.layers.{layer}", f"model.layers.{layer}")
         else:
-            yield from _mlp(style, f"decoder.layers.{layer}", f"model.layers.{layer}")
+            yield from _mlp(parts, style, f"decoder.layers.{layer}", f"model.layers.{layer}")
     yield Parameter("decoder.final_layernorm.weight", ("model.norm.weight",))
     if not arch.tie_embeddings:
         yield Parameter("output_layer.weight", ("lm_head.weight",), "rows_padded", "rows")
 
 
-def _attention(arch: Architecture, style: Style, into: str, source: str) -> Iterator[Parameter]:
+def _attention(parts: LayerParts, style: Style, into: str, source: str) -> Iterator[Parameter]:
     linear, projections = f"{into}.self_attention.linear_qkv", f"{source}.self_attn"
     norm = f"{linear}.layer_norm_weight" if style.norms_in_linears else f"{into}.input_layernorm.weight"
-    yield Parameter(norm, (f"{source}.input_layernorm.weight",))
+    yield Parameter(norm, (f"{source}.{parts.attention_norm}.weight",))
     qkv = tuple(f"{projections}.{name}_proj.weight" for name in "qkv")
     yield Parameter(f"{linear}.weight", qkv, "by_kv_group", "rows")
-    if arch.qkv_bias:
+    if parts.qkv_bias:
         biases = tuple(f"{projections}.{name}_proj.bias" for name in "qkv")
         yield Parameter(f"{linear}.bias", biases, "by_kv_group", "rows")
-    if arch.qk_norm:
+    if parts.qk_norm:
         for name in "qk":
             yield Parameter(f"{into}.self_attention.{name}_layernorm.weight", (f"{projections}.{name}_norm.weight",))
     yield Parameter(f"{into}.self_attention.linear_proj.weight", (f"{projections}.o_proj.weight",), cut="columns")
 
 
-def _mlp(style: Style, into: str, source: str) -> Iterator[Parameter]:
+def _mlp(parts: LayerParts, style: Style, into: str, source: str) -> Iterator[Parameter]:
     fc1 = f"{into}.mlp.linear_fc1"
     norm = f"{fc1}.layer_norm_weight" if style.norms_in_linears else f"{into}.pre_mlp_layernorm.weight"
-    yield Parameter(norm, (f"{source}.post_attention_layernorm.weight",))
+    yield Parameter(norm, (f"{source}.{parts.mlp_norm}.weight",))
     yield Parameter(f"{fc1}.weight", _gate_up(f"{source}.mlp"), "one_after_another", "rows_of_each")
     yield Parameter(f"{into}.mlp.linear_fc2.weight", (f"{source}.mlp.down_proj.weight",), cut="columns")
 
 
-def _experts(style: Style, own: range, into: str, source: str) -> Iterator[Parameter]:
+def _experts(parts: LayerParts, style: Style, own: range, into: str, source: str) -> Iterator[Parameter]:
     # The router reads the normed states too, so that this norm is in no linear.
-    yield Parameter(f"{into}.pre_mlp_layernorm.weight", (f"{source}.post_attention_layernorm.weight",))
+    yield Parameter(f"{into}.pre_mlp_layernorm.weight", (f"{source}.{parts.mlp_norm}.weight",))
     yield Parameter(f"{into}.mlp.router.weight", (f"{source}.mlp.gate.weight",))
     for local, expert in enumerate(own):
         place = "{}.weight" + str(local) if style.experts_together else f"local_experts.{local}.{{}}.weight"

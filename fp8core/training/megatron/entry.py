@@ -11,6 +11,7 @@ from fp8core.config.run import RunConfig
 from fp8core.config.training import MegatronConfig
 from fp8core.errors import refuse
 from fp8core.models.architecture import Architecture
+from fp8core.models.families import family_of
 from fp8core.models.weights import is_linear
 from fp8core.numerics.recipe import TILE
 from fp8core.resources.memory import BF16_BYTES, FP32_BYTES, Need, StoredBytes, count_parameters, held
@@ -81,6 +82,7 @@ def grid_refusals(
     arch: Architecture, megatron: MegatronConfig, contract: PrecisionContract, longest: int
 ) -> Iterator[str]:
     """A message for all that Megatron or Transformer Engine would refuse later; `longest`: tokens of a sequence."""
+    yield from family_of(arch).refusals("megatron", "training.trainer=megatron")
     tensor, expert = megatron.tensor_parallel, megatron.expert_parallel
     yield from _remainder("tensor_parallel", tensor, arch.num_kv_heads, "KV heads")
     yield from _remainder("tensor_parallel", tensor, arch.intermediate_size, "columns of the MLP")

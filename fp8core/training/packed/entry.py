@@ -11,7 +11,8 @@ from fp8core.config.capability import Environment, Node, this_platform
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
-from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
+from fp8core.models.architecture import Architecture, with_whole_tiles
+from fp8core.models.families import family_of, parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
@@ -68,8 +69,7 @@ def contract_refusals(contract: PrecisionContract, device: str, platform: str) -
 
 
 def model_refusals(arch: Architecture, contract: PrecisionContract, device: str) -> Iterator[str]:
-    if arch.sparse_layers:
-        yield f"{_SETTING}: the model has experts, which this trainer does not; set training.trainer=megatron"
+    yield from family_of(arch).refusals("packed", _SETTING)
     if device == "cpu":
         return
     if contract.training.linear == "fp8_block" and arch.hidden_size % OUTPUT_MULTIPLE:

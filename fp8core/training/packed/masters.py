@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8core.models.architecture import Architecture
+from fp8core.models.families import layer_parts
 from fp8core.models.weights import SCALE_SUFFIX, layer_of
 from fp8core.numerics.fingerprint import Slice, bytes_in_order, combined, digest_of, slice_sums
 from fp8core.numerics.recipe import TILE
@@ -55,6 +56,7 @@ def units_of(arch: Architecture) -> list[Unit]:
 
 
 def layer_stacks(arch: Architecture, index: int) -> dict[str, Stack]:
+    layer = layer_parts(arch)
     hidden, width = (arch.hidden_size,), arch.intermediate_size
     query, key = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
 
@@ -65,12 +67,12 @@ def layer_stacks(arch: Architecture, index: int) -> dict[str, Stack]:
     biases = tuple((f"model.layers.{index}.{name}.bias", rows) for name, rows in projections)
     heads = {f"{name}_norm": stack((), (f"self_attn.{name}_norm", arch.head_dim)) for name in "qk"}
     return {
-        "input_norm": stack((), ("input_layernorm", *hidden)),
+        "input_norm": stack((), (layer.attention_norm, *hidden)),
         "qkv": stack(hidden, *projections),
-        **({"qkv_bias": Stack(biases, ())} if arch.qkv_bias else {}),
-        **(heads if arch.qk_norm else {}),
+        **({"qkv_bias": Stack(biases, ())} if layer.qkv_bias else {}),
+        **(heads if layer.qk_norm else {}),
         "output": stack((query,), ("self_attn.o_proj", *hidden)),
-        "post_norm": stack((), ("post_attention_layernorm", *hidden)),
+        "post_norm": stack((), (layer.mlp_norm, *hidden)),
         "gate_up": stack(hidden, ("mlp.gate_proj", width), ("mlp.up_proj", width)),
         "down": stack((width,), ("mlp.down_proj", *hidden)),
     }

@@ -13,6 +13,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -53,6 +55,10 @@ def _mistral(**overrides: Any) -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(**{**_SHAPE, **overrides}))
 
 
+def _olmo2(**overrides: Any) -> PreTrainedModel:
+    return Olmo2ForCausalLM(Olmo2Config(**{**_SHAPE, **overrides}))
+
+
 def _qwen2(**overrides: Any) -> PreTrainedModel:
     return Qwen2ForCausalLM(Qwen2Config(**{**_SHAPE, **overrides}))
 
@@ -75,6 +81,7 @@ _MODELS = {
         tie_word_embeddings=True, hidden_size=192, num_attention_heads=3, num_key_value_heads=1, intermediate_size=320
     ),
     "mistral": lambda: _mistral(sliding_window=None, head_dim=24),
+    "olmo2": lambda: _olmo2(rms_norm_eps=1e-6, eos_token_id=None, pad_token_id=None),
     "qwen2.5": lambda: _qwen2(
         tie_word_embeddings=True,
         hidden_size=112,

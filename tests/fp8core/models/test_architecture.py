@@ -8,14 +8,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from fp8core.errors import UserError
-from fp8core.models.architecture import (
-    BLOCK_FP8,
-    Architecture,
-    Experts,
-    RopeScaling,
-    architecture_from_hf,
-    architecture_to_hf,
-)
+from fp8core.models.architecture import Architecture, Experts, RopeScaling
+from fp8core.models.families import FAMILIES
+from fp8core.models.families.config_json import BLOCK_FP8, architecture_from_hf, architecture_to_hf
 from fp8core.user_files import read_json_object
 
 _COMMON = {"hidden_act": "silu", "num_key_value_heads": 8, "tie_word_embeddings": True}
@@ -45,6 +40,12 @@ MISTRAL_7B_V03 = _COMMON | {
     **{"architectures": ["MistralForCausalLM"], "model_type": "mistral", "head_dim": None, "sliding_window": None},
     **{"vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "rms_norm_eps": 1e-05, "max_position_embeddings": 32768, "rope_theta": 1e6},
+}
+OLMO2_1B = _COMMON | {
+    **{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False},
+    **{"vocab_size": 100352, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+    **{"num_attention_heads": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-06},
+    **{"max_position_embeddings": 4096, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False},
 }
 QWEN3_30B_A3B = QWEN3_06B | {
     **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4},
@@ -136,7 +137,7 @@ mixtures = st.builds(
 
 @st.composite
 def architectures(draw):
-    family = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]))
+    family = draw(st.sampled_from(list(FAMILIES)))
     kv_heads, groups, head_dim = draw(st.integers(1, 8)), draw(st.integers(1, 8)), 2 * draw(st.integers(1, 64))
     return Architecture(
         family=family,
@@ -151,8 +152,6 @@ def architectures(draw):
         rope_theta=draw(st.floats(1e2, 1e8)),
         max_positions=draw(st.integers(16_384, 1 << 20)),
         rope_scaling=draw(st.none() | scalings),
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        qkv_bias=family == "qwen2",
         tie_embeddings=draw(st.booleans()),
         experts=draw(mixtures) if family == "qwen3_moe" else None,
     )
@@ -168,8 +167,8 @@ def test_written_and_read_back(arch):
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA_32_1B, MISTRAL_7B_V03, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B],
-    ids=["llama", "mistral", "qwen2", "qwen3", "qwen3-moe"],
+    [LLAMA_32_1B, MISTRAL_7B_V03, OLMO2_1B, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B],
+    ids=["llama", "mistral", "olmo2", "qwen2", "qwen3", "qwen3-moe"],
 )
 def test_transformers_reads_what_is_written(config, tmp_path: Path):
     arch = architecture_from_hf(config, "")

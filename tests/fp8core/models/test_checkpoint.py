@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fp8core.errors import UserError
-from fp8core.models.architecture import parameter_shapes
 from fp8core.models.checkpoint import InitialWeights, find_checkpoint, initial_weights, save_checkpoint
+from fp8core.models.families import parameter_shapes
 from fp8core.models.hub import ResolvedModel, resolve_model
 
 UP = "model.layers.1.mlp.up_proj.weight"

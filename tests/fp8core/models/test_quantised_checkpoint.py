@@ -142,7 +142,7 @@ def test_what_is_quantised_already_is_refused(small_checkpoint, tmp_path):
 )
 def test_what_is_written_is_what_transformers_reads_or_refused(small_checkpoint, tmp_path, sizes, refused):
     small = find_checkpoint(small_checkpoint)
-    arch = replace(small.architecture, family="llama", qk_norm=False, **sizes)
+    arch = replace(small.architecture, family="llama", **sizes)
     save_checkpoint(tmp_path / "bf16", arch, initial_weights(arch, 0), small.tokenizer)
     if refused is not None:
         assert refused in refusal(lambda: quantise(tmp_path / "bf16", tmp_path / "fp8"))

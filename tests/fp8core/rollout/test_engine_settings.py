@@ -200,9 +200,8 @@ def test_the_aligned_model_computes_what_the_contract_says():
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_config_json_of_an_aligned_model_says_which_decoder_it_is(architecture, family):
-    traits = {"qk_norm": family == "qwen3", "qkv_bias": family == "qwen2"}
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
-    arch = architecture(**SHAPE, family=family, **traits, rope_scaling=scaling)
+    arch = architecture(**SHAPE, family=family, rope_scaling=scaling)
     contract = KERNELS.model_copy(update={"scale_rule": "fp32", "attention": "fp16_over_fp8_cache"})
     for config in (
         model_config(arch, contract, VllmConfig(model="aligned")),

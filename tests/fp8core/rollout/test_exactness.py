@@ -48,12 +48,10 @@ def moe(**changes):
 SHAPES = {
     "no multiples of 128": {},
     "whole tiles": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
-    "llama": {"family": "llama", "qk_norm": False},
+    "llama": {"family": "llama"},
     "tied": {"tie_embeddings": True},
     "Qwen2.5-0.5B": {
         "family": "qwen2",
-        "qk_norm": False,
-        "qkv_bias": True,
         "tie_embeddings": True,
         "hidden_size": 448,
         "num_heads": 7,
@@ -63,7 +61,6 @@ SHAPES = {
     },
     "Llama-3.2-1B": {
         "family": "llama",
-        "qk_norm": False,
         "tie_embeddings": True,
         "rope_scaling": RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=16),
         "hidden_size": 256,
@@ -73,7 +70,6 @@ SHAPES = {
     },
     "SmolLM2-135M": {
         "family": "llama",
-        "qk_norm": False,
         "tie_embeddings": True,
         "hidden_size": 192,
         "intermediate_size": 512,
@@ -81,6 +77,7 @@ SHAPES = {
         "num_kv_heads": 1,
         "head_dim": 64,
     },
+    "OLMo-2-1B": {"family": "olmo2", "hidden_size": 128, "num_kv_heads": 4, "head_dim": 32},
     "experts": {"family": "qwen3_moe", "experts": moe(count=6, per_token=2)},
     "experts in whole tiles": {
         "family": "qwen3_moe",
@@ -178,10 +175,10 @@ def test_scales_that_saturate_change_both_sides_alike(architecture, pair_of, rag
     assert_exact(replace(pair, scales=small).log_ratios(groups, saturated, 1.0))
 
 
-@pytest.mark.parametrize("contract", ["fp8", "bf16"])
-def test_training_keeps_it(architecture, pair_of, ragged_prompts, groups_of, contract):
+@pytest.mark.parametrize(("contract", "family"), [("fp8", "qwen3"), ("bf16", "qwen3"), ("fp8", "olmo2")])
+def test_training_keeps_it(architecture, pair_of, ragged_prompts, groups_of, contract, family):
     """Three iterations, with scales from the log-prob pass under the previous policy."""
-    pair = pair_of(CONTRACTS[contract], architecture())
+    pair = pair_of(CONTRACTS[contract], architecture(family=family))
     groups = groups_of(ragged_prompts(4, 40), 4)
     prompts = [group.prompt for group in groups for _ in group.seeds]
     for version in range(3):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.models.architecture import parameter_shapes
+from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import POW2
@@ -38,7 +38,7 @@ def shipped(architecture):
         head_dim=128,
         num_layers=1,
         vocab_size=200,
-        qkv_bias=True,
+        family="qwen2",
     )
     specs = {}
     for name, shape in parameter_shapes(arch).items():

@@ -11,10 +11,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True},
     "llama": {
         "family": "llama",
-        "qk_norm": False,
         "rope_scaling": RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0, original_max_positions=16),
     },
-    "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True},
+    "qwen2": {"family": "qwen2"},
     # A dense layer, then a sparse one.
     "moe": {"family": "qwen3_moe", "experts": Experts(normalise_top_k=True, sparse_step=2, **_EXPERTS)},
     "moe_unnormalised": {"family": "qwen3_moe", "experts": Experts(normalise_top_k=False, sparse_step=1, **_EXPERTS)},

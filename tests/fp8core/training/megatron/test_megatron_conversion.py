@@ -9,7 +9,7 @@ from pretended_gpu import LOCAL
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import MegatronConfig
-from fp8core.models.architecture import parameter_shapes
+from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.numerics.recipe import FP32
 from fp8core.training.megatron.conversion import (

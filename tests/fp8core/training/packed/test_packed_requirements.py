@@ -42,5 +42,5 @@ def test_models_without_kernels_are_refused(architecture, changes, precision, re
 
 def test_experts_are_left_to_megatron(architecture) -> None:
     experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
-    with pytest.raises(UserError, match=r"the model has experts.*training\.trainer=megatron"):
+    with pytest.raises(UserError, match=r"training\.packed: it computes no Qwen3Moe; set .*training\.trainer=megatron"):
         refuse(model_refusals(architecture(family="qwen3_moe", experts=experts), contract(), "cpu"))

@@ -38,12 +38,12 @@ BF16 = PrecisionContract(
 BARE = {"beta1": 0.0, "max_grad_norm": 1e9}
 SHAPES = {
     "qwen3": {},
-    "llama": {"family": "llama", "qk_norm": False},
-    "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True},
+    "llama": {"family": "llama"},
+    "qwen2": {"family": "qwen2"},
     "tied": {"tie_embeddings": True},
     # No width of it is whole tiles, and no part of a fused linear ends with one.
     "partial tiles": {
-        **{"family": "qwen2", "qk_norm": False, "qkv_bias": True, "hidden_size": 192, "intermediate_size": 336},
+        **{"family": "qwen2", "hidden_size": 192, "intermediate_size": 336},
         **{"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     },
 }
@@ -248,7 +248,7 @@ def test_ranks_share_one_policy_and_compute_its_bytes(
 ) -> None:
     """Three ranks, of which one has no row of K, V and the norms; packs of different lengths."""
     sizes = {"hidden_size": 384, "head_dim": 64, "num_heads": 6, "num_kv_heads": 2, "intermediate_size": 384}
-    arch = architecture(**sizes, qkv_bias=True)
+    arch = architecture(**sizes, family="qwen2")
     exact = trainer_of(contract, arch)
     scales = first_scales(exact, contract)
     batch, layers = rollout_batch(exact, scales, rows=20), scales.layers
