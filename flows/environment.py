@@ -54,7 +54,8 @@ def leave_working_directory_out() -> None:
     """Import nothing from the working directory, which may be a run's folder that somebody else wrote."""
     # Python's own switch (-P): neither the working directory nor a script's folder comes first on the path.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    here, ours = Path.cwd(), Path(__file__).parents[1]
+    here = Path.cwd()
+    ours = Path(__file__).parents[1]
     sys.path[:] = [place for place in sys.path if Path(place).absolute() != here or here == ours]
 
 

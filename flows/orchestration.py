@@ -32,7 +32,8 @@ def _escaped(record: logging.LogRecord) -> bool:
     if record.exc_info and isinstance(record.exc_info[1], FailedRun | CancelledRun):
         # Prefect raises these where a flow returned such a state: `failed` and `unanswered` logged its reason.
         return False
-    record.msg, record.args = printable_lines(record.getMessage()), None
+    record.msg = printable_lines(record.getMessage())
+    record.args = None
     if record.exc_info:
         # A formatter takes a text that is there already.
         record.exc_text = printable_lines(logging.Formatter().formatException(record.exc_info))
@@ -43,7 +44,9 @@ class LoggedLines:
     """A text file whose whole lines go to Prefect's log of this flow run too, without their colours."""
 
     def __init__(self, file: TextIO) -> None:
-        self._file, self._log, self._rest = file, get_run_logger(), ""
+        self._file = file
+        self._log = get_run_logger()
+        self._rest = ""
 
     def write(self, text: str) -> int:
         *lines, self._rest = f"{self._rest}{text}".split("\n")

@@ -93,7 +93,8 @@ def _verdict(plan: ParityPlan, failures: dict[tuple[str, int], str]) -> Any:
             measured.append(measure(run, training.variant, training.seed, plan.config.parity.last_evaluations))
     config = plan.config.parity
     checks = judge(measured, config, variants=plan.variants, seeds=plan.seeds, failures=failures)
-    record, headline = record_of(plan, checks), headline_of(checks)
+    record = record_of(plan, checks)
+    headline = headline_of(checks)
     text = parity_markdown(plan.name, checks, measured)
     write_file(plan.folder / "verdict.json", f"{json.dumps(record, indent=2)}\n".encode())
     write_file(plan.folder / "report.md", text.encode())

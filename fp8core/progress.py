@@ -9,7 +9,8 @@ from typing import Self
 Progress = Callable[[int, int], None]
 """Hears how many are done, of how many."""
 # To the first line, and at most between two. Lines come when a part took twice as long as at the last one.
-_FIRST_SECONDS, _LONGEST_SECONDS = 5.0, 60.0
+_FIRST_SECONDS = 5.0
+_LONGEST_SECONDS = 60.0
 
 
 class Part:
@@ -17,14 +18,18 @@ class Part:
 
     def __init__(self, name: str, say: Callable[[str], None], first: float = _FIRST_SECONDS) -> None:
         """`say` prints a line, in a thread of the part's own; `first`: seconds until the first one."""
-        self._name, self._say, self._first = name, say, first
+        self._name = name
+        self._say = say
+        self._first = first
         self._began = time.monotonic()
         self._done = self._total = 0
-        self._over, self._inner = threading.Event(), 0
+        self._over = threading.Event()
+        self._inner = 0
         self._thread = threading.Thread(target=copy_context().run, args=[self._follow], name="progress", daemon=True)
 
     def __call__(self, done: int, total: int) -> None:
-        self._done, self._total = done, total
+        self._done = done
+        self._total = total
 
     def __enter__(self) -> Self:
         self._outer = _open.get()
@@ -49,7 +54,8 @@ class Part:
             seconds += min(seconds, _LONGEST_SECONDS)
 
     def _reached(self, seconds: float) -> str:
-        done, total = self._done, self._total
+        done = self._done
+        total = self._total
         if total < 2:
             return f"{clock(seconds)} so far"
         left = f", {clock(seconds / done * (total - done))} left" if done else ""

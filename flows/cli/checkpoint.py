@@ -41,7 +41,9 @@ def export_step(options: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)
     check_target(options.target)
-    folder, target, here = find_run(options.run), options.target.absolute(), Path.cwd()
+    folder = find_run(options.run)
+    target = options.target.absolute()
+    here = Path.cwd()
     enter_origin(folder)
     admit_code(folder, (), here, trust=options.trust)
     original = RunSnapshot.read(folder)

@@ -55,7 +55,8 @@ def print_config(options: argparse.Namespace) -> int:
 
     search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
-    values, bounds = leaves(config.model_dump(mode="json", by_alias=True)), stop_bounds(config)
+    values = leaves(config.model_dump(mode="json", by_alias=True))
+    bounds = stop_bounds(config)
     resolved = {f"alignment.stop.{name}": value for name, value in bounds.settings().items()}
     for key, origin in origins(options.config, options.overrides).items():
         if values[key] is None and key in resolved:

@@ -39,7 +39,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def resume(options: argparse.Namespace) -> int:
-    folder, here, overrides = find_run(options.run), Path.cwd(), options.overrides
+    folder = find_run(options.run)
+    here = Path.cwd()
+    overrides = options.overrides
     enter_origin(folder)
     admit_code(folder, overrides, here, trust=options.trust)
     config = load_settings(str(folder), overrides)

@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 ROOT = Path(__file__).parents[2]
-CPU, GPU = "fp8-grpo-cpu", "fp8-grpo-gpu"
+CPU = "fp8-grpo-cpu"
+GPU = "fp8-grpo-gpu"
 """Work pools: trainings that need no GPU, and those that do. Each runs one flow run at a time; the others queue."""
 _HERE = ("--host", "127.0.0.1", "--port")
 _START_SECONDS = 300.0
 # Longest time for a server, and for a training with a step to commit, to end.
-_SERVER_SECONDS, _STEP_SECONDS = 15.0, 600.0
+_SERVER_SECONDS = 15.0
+_STEP_SECONDS = 600.0
 _POLL_SECONDS = 0.2
 
 
@@ -58,7 +60,8 @@ class Service:
     """A child with a process group and a log of its own: neither Ctrl-C nor a signal to our group reaches it."""
 
     def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self._name, self._log = name, log
+        self._name = name
+        self._log = log
         with log.open("wb") as output:
             self._process = _start(arguments, environment, output)
 
@@ -109,8 +112,10 @@ class Services:
     """
 
     def __init__(self, environment: Mapping[str, str], logs: Path) -> None:
-        self._environment, self._logs = environment, logs
-        self._services, self.workers = list[Service](), list[Service]()
+        self._environment = environment
+        self._logs = logs
+        self._services = list[Service]()
+        self.workers = list[Service]()
         self._signals: list[int] = []
         self.pause_pools: Callable[[], None] = lambda: None
         """Called before the trainings of workers are ended, so that no other begins."""
@@ -285,7 +290,8 @@ def _await_reports(api: str, login: str, pools: Sequence[str]) -> None:
     """Until the workers of this machine have reported the ends of their runs; a worker that is stopped never does."""
     import httpx
 
-    here, deadline = f"{socket.gethostname()}:", time.monotonic() + _SERVER_SECONDS
+    here = f"{socket.gethostname()}:"
+    deadline = time.monotonic() + _SERVER_SECONDS
     # `_pause` has said that the server is gone.
     with contextlib.suppress(httpx.HTTPError), _client_at_end(api, login) as client:
         while time.monotonic() < deadline:

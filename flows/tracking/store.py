@@ -61,7 +61,8 @@ def store_of_folder(stored: str | None, folder: Path, configured: str | None = N
     any database. So a store is used that the user names, or the one beside the folder. Raises UserError: the folder
     names another store.
     """
-    named, beside = named_store(configured), default_tracking_uri(folder.absolute().parent)
+    named = named_store(configured)
+    beside = default_tracking_uri(folder.absolute().parent)
     if named is not None and (configured is not None or stored != beside):
         return named
     gone = stored is not None and stored.startswith("sqlite:///") and not Path(stored[len("sqlite:///") :]).exists()

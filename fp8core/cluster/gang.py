@@ -40,7 +40,9 @@ class Call(NamedTuple):
 
 class Handle:
     def __init__(self, actor: Any, place: HostProcess) -> None:
-        self.actor, self.place, self.name = actor, place, ""
+        self.actor = actor
+        self.place = place
+        self.name = ""
 
     def send(self, method: str, *arguments: Any) -> Call:
         return Call(self, getattr(self.actor, method).remote(*arguments))
@@ -97,7 +99,8 @@ class WorkerGroup:
         Raises MemberLost: a process ended, or gave no answer in time; MemberFailed: its code raised; or an error for
         people, as the member raised it.
         """
-        found, failures = dict[Any, Any](), list[Exception]()
+        found = dict[Any, Any]()
+        failures = list[Exception]()
         pending = {call.ref: call.member for call in calls}
         while pending:
             if not failures:
@@ -170,11 +173,13 @@ class WorkerGroup:
             self._end_members()
             if self._group is not None:
                 remove_placement_group(self._group)
-        self._all, self._group = [], None
+        self._all = []
+        self._group = None
         ray.shutdown()
 
     def _place(self, settings: ClusterConfig, tensor_parallel: int, arguments: tuple[Any, ...]) -> None:
-        unit, bundles = self.unit, settings.bundles(tensor_parallel)
+        unit = self.unit
+        bundles = settings.bundles(tensor_parallel)
         wanted = [{"CPU": float(size), **({"GPU": float(size)} if unit == "GPU" else {})} for size in bundles]
         self._group = placement_group(wanted, strategy="PACK")
         if not self._group.wait(settings.start_seconds):
@@ -193,7 +198,8 @@ class WorkerGroup:
         order = sorted(sizes, key=lambda bundle: (sizes[bundle], _rank_of(first[bundle].place)))
         members = [first[bundle] for bundle in order]
         if settings.placement == "separate":
-            self.ranks, self.engines = members[: settings.ranks], members[settings.ranks :]
+            self.ranks = members[: settings.ranks]
+            self.engines = members[settings.ranks :]
         else:
             shared = order[: min(settings.engines, settings.ranks)]
             others = self._start({bundle: sizes[bundle] for bundle in shared}, unit, arguments)

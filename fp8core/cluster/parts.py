@@ -82,7 +82,8 @@ class EnginePart:
 
     def step(self) -> list[Completion]:
         assert self._session is not None, "open_session() comes before step()"
-        found, until = list[Completion](), time.monotonic() + _MOMENT_SECONDS
+        found = list[Completion]()
+        until = time.monotonic() + _MOMENT_SECONDS
         while self._session.busy and not found and time.monotonic() < until:
             found = self._session.step()
         return found
@@ -112,7 +113,8 @@ class FingerprintedTensors(Mapping[str, Tensor]):
     """Notes what was read: `digest_of` has from `found` the `masters_digest`, once all of it was read."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self._tensors, self._device = tensors, device
+        self._tensors = tensors
+        self._device = device
         self.found: dict[str, tuple[str, tuple[int, ...], str]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -130,7 +132,8 @@ class FingerprintedTensors(Mapping[str, Tensor]):
 
 class TrainerPart:
     def __init__(self, ranks: GroupRanks, config: RunConfig, arch: Architecture, masters: TensorSource) -> None:
-        entry, self._ranks = trainer_of(config.training), ranks
+        entry = trainer_of(config.training)
+        self._ranks = ranks
         read = FingerprintedTensors(masters, torch.device(entry.device(config.training)))
         self._trainer = entry.build(config, arch, read, ranks)
         self._read = read.found

@@ -103,12 +103,14 @@ class Piece(NamedTuple):
 
 
 def _pieces(layouts: Mapping[str, TensorSpec]) -> Iterator[Piece]:
-    starts, held = dict[str, int](), 0
+    starts = dict[str, int]()
+    held = 0
     for name, layout in layouts.items():
         size = aligned(layout.bytes)
         if starts and held + size > _PIECE_BYTES:
             yield Piece(starts, held)
-            starts, held = {}, 0
+            starts = {}
+            held = 0
         starts[name] = held
         held += size
     yield Piece(starts, held)
@@ -122,7 +124,8 @@ class GroupRanks(Ranks):
         # Megatron computes in this group too.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
-        self.rank, self.count = rank, count
+        self.rank = rank
+        self.count = count
 
     def own(self, parts: int) -> range:
         return range(parts)[shares(parts, self.count)[self.rank]]
@@ -159,8 +162,10 @@ class GroupRanks(Ranks):
         return [whole[rank * most :][:size] for rank, size in enumerate(sizes)]
 
     def exchange(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        size, sent = len(parts[self.rank]), torch.cat(list(parts))
-        received, sizes = sent.new_empty(size * self.count), [len(part) for part in parts]
+        size = len(parts[self.rank])
+        sent = torch.cat(list(parts))
+        received = sent.new_empty(size * self.count)
+        sizes = [len(part) for part in parts]
         work = distributed.all_to_all_single(received, sent, [size] * self.count, sizes, async_op=True)
 
         def finished() -> list[Tensor]:

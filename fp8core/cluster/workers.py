@@ -56,7 +56,8 @@ class RemoteWeights(dict[str, TensorSpec]):
         first = exported[0]
         assert first is not None, "rank 0 has the whole policy"
         super().__init__(first.layouts)
-        self.key, self._digest = key, first.digest
+        self.key = key
+        self._digest = first.digest
         self.on_gpu = [rank for rank, found in enumerate(exported) if found is not None and found.on_gpu]
 
     def digest(self) -> str:
@@ -123,7 +124,8 @@ class Cluster:
     def _open(self, unit: str | None = None) -> None:
         self.gang = gang = WorkerGroup(*self._arguments, unit)
         try:
-            first, ranks = gang.ranks[0], gang.ranks
+            first = gang.ranks[0]
+            ranks = gang.ranks
             host = first.place.address
             gang.gather([first.send("build", "meeting", Rendezvous, (), host)])
             (port,) = gang.gather([first.send("call", "meeting", "port")])
@@ -146,13 +148,18 @@ class ReplicatedEngine:
 
     def __init__(self, gang: WorkerGroup, key: str, store: tuple[str, int], colocated: bool) -> None:
         """`store`: host and port where processes meet."""
-        self._gang, self._key, self._members = gang, key, gang.engines
-        self._store, self._links, self._colocated = store, set[str](), colocated
+        self._gang = gang
+        self._key = key
+        self._members = gang.engines
+        self._store = store
+        self._links = set[str]()
+        self._colocated = colocated
         self._read_memory = all(gang.gather(self._calls("reads_memory")))
 
     def update(self, tensors: RemoteWeights, scales: PolicyScales, version: int) -> SyncReport:
         """As `RolloutEngine.update`, in all engines. Raises ReplicaError: they do not hold the same afterwards."""
-        layouts, ranks = dict(tensors), self._gang.ranks
+        layouts = dict(tensors)
+        ranks = self._gang.ranks
         try:
             self._gang.gather(self._calls("expect", layouts, scales, version))
             sources, targets = ([member.place for member in each] for each in (ranks, self._members))
@@ -168,13 +175,15 @@ class ReplicatedEngine:
     def _take(
         self, routes: Sequence[Route], key: str, layouts: dict[str, TensorSpec], policy: tuple[PolicyScales, int]
     ) -> list[SyncReport]:
-        ranks, gather = self._gang.ranks, self._gang.gather
+        ranks = self._gang.ranks
+        gather = self._gang.gather
         lenders = sorted({route.rank for route in routes if route.path == "memory"})
         # Engines need the memory of weights that none of them reads.
         senders = {route.rank for route in routes}
         gather([rank.send("call", key, "release") for i, rank in enumerate(ranks) if i not in senders])
         lent = dict(zip(lenders, gather([ranks[i].send("call", key, "share_weights") for i in lenders]), strict=True))
-        sends, takes = list[Call](), dict[int, Call]()
+        sends = list[Call]()
+        takes = dict[int, Call]()
         for engine, rank, path in routes:
             if path == "memory":
                 takes[engine] = self._members[engine].send("call", self._key, "read", lent[rank], *policy)
@@ -236,8 +245,11 @@ class ReplicatedSession:
     """Requests in flight in all engines. All of a group are one engine's, whose prefix cache has their last turns."""
 
     def __init__(self, gang: WorkerGroup, key: str) -> None:
-        self._gang, self._key, self._members = gang, key, gang.engines
-        self._waiting, self._places = dict[Any, Handle](), dict[int, int]()
+        self._gang = gang
+        self._key = key
+        self._members = gang.engines
+        self._waiting = dict[Any, Handle]()
+        self._places = dict[int, int]()
         self._in_flight = [0] * len(gang.engines)
 
     @property
@@ -278,7 +290,8 @@ class ReplicatedSession:
 
 class RemoteSft:
     def __init__(self, gang: WorkerGroup, key: str) -> None:
-        self._gang, self._key = gang, key
+        self._gang = gang
+        self._key = key
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         return cast(float, self._call("sft_step", batch, learning_rate))
@@ -299,7 +312,9 @@ class RankedTrainer:
     """One trainer in all ranks, which make the same calls; satisfies `Trainer`. Results are rank 0's."""
 
     def __init__(self, gang: WorkerGroup, key: str, arch: Architecture) -> None:
-        self._gang, self._key, self.arch = gang, key, arch
+        self._gang = gang
+        self._key = key
+        self.arch = arch
         self._numbers = count()
         self.version = 0
         # With Megatron no rank reads all tensors.

@@ -60,7 +60,8 @@ def refusal(
     # A misspelt key also leaves its field missing: the spelling is the mistake to report.
     details = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
     keys = [_dotted(item, given) for item in details]
-    key, first = keys[0], details[0]
+    key = keys[0]
+    first = details[0]
     place = ".".join(part for part in (prefix, key) if part)
     origin = (places or {}).get(key)
     reason = _reason(first, model)

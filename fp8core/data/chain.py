@@ -44,7 +44,9 @@ class Demonstration:
 def running_values(question: str) -> list[str]:
     """The value after each operation, as it is written: `2*7*6+0+9=` gives 4, 4, 4, 3 and `07*45-03=` 15, 12."""
     first, *rest = re.split(r"([-+*])", question.removesuffix("="))
-    value, digits, values = int(first), len(first), []
+    value = int(first)
+    digits = len(first)
+    values = []
     for operation, number in zip(rest[0::2], rest[1::2], strict=True):
         value = _APPLY[operation](value, int(number)) % 10**digits
         values.append(f"{value:0{digits}}")
@@ -115,7 +117,8 @@ class ChainSource:
 
 
 def _questions(config: ChainTaskConfig, rng: np.random.Generator) -> Iterator[str]:
-    longest, digits = config.max_operands, config.digits
+    longest = config.max_operands
+    digits = config.digits
     operations = np.frombuffer(config.operations.encode(), np.uint8)
     text = np.empty((_BLOCK, (digits + 1) * longest - 1), np.uint8)
     while True:

@@ -48,7 +48,8 @@ def chain_demonstrations(
 
 
 def _tokenised(row: Demonstration, tokenizer: Tokenizer) -> TokenisedDemonstration:
-    prompt, completion = tokenizer.encode(row.question), tokenizer.encode(row.completion)
+    prompt = tokenizer.encode(row.question)
+    completion = tokenizer.encode(row.completion)
     if row.style != "tool":
         return TokenisedDemonstration(prompt, completion)
     call = tokenizer.encode(tool_call(row.question))

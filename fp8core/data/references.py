@@ -53,7 +53,8 @@ def _at(row: Problem) -> str:
 
 
 def _faults(problems: Sequence[Problem], verifier: Verifier) -> dict[str, str]:
-    rows, found = list({row.reference: row for row in reversed(problems)}.values()), dict[str, str]()
+    rows = list({row.reference: row for row in reversed(problems)}.values())
+    found = dict[str, str]()
     for begin in range(0, len(rows), _AT_ONCE):
         tell_progress(begin, len(rows))
         part = rows[begin : begin + _AT_ONCE]

@@ -143,7 +143,8 @@ class RowSource:
 
 def in_epochs(rows: Sequence[Row], step: int, count: int, seed: int, purpose: str) -> list[Row]:
     """Rows `step * count` and after of an endless sequence: all rows in an order of its own each epoch."""
-    position, end = step * count, (step + 1) * count
+    position = step * count
+    end = (step + 1) * count
     batch: list[Row] = []
     while position < end:
         epoch, offset = divmod(position, len(rows))

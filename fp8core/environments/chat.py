@@ -23,7 +23,8 @@ OBSERVATION = "="
 _THOUGHT = "<think>"
 # A mark inside control tokens, and one for the policy's turns: code points that are no characters. Templates neither
 # strip nor escape them.
-_CUT, _GAP = "\ufdd0", "\ufdd1"
+_CUT = "\ufdd0"
+_GAP = "\ufdd1"
 
 
 class ObservationError(ValueError):
@@ -67,7 +68,8 @@ class Conversation:
     """The messages of one episode so far. `prompt`: token ids of the first messages, up to where the policy speaks."""
 
     def __init__(self, talk: Talk, turn: Turn) -> None:
-        self._talk, self._tools = talk, turn.tools
+        self._talk = talk
+        self._tools = turn.tools
         # Every turn renders again what was said before.
         self._pieces: dict[str, list[str]] = {}
         # None: a turn of the policy.
@@ -100,7 +102,8 @@ class Conversation:
             ObservationError: its text cannot be put into tokens.
             UserError: the template rewrites what was before the observation.
         """
-        tokenizer, before = self._talk.tokenizer, [*self._messages]
+        tokenizer = self._talk.tokenizer
+        before = [*self._messages]
         self._messages += [None, *messages]
         if not tokenizer.has_template:
             return self._encoded(self._plain("".join(OBSERVATION + said.content for said in messages)))
@@ -110,7 +113,8 @@ class Conversation:
 
     def _rendered_after(self, before: Sequence[Said | None]) -> str:
         """The template's text after these messages and the policy's turn. Raises UserError: it rewrites them."""
-        whole, asked = self._rendered(self._messages), self._rendered(before)
+        whole = self._rendered(self._messages)
+        asked = self._rendered(before)
         stands, mark, after = whole.rpartition(_GAP)
         if not mark or not (stands == asked or self._only_begun(stands, asked, before)):
             first = asked + _GAP
@@ -128,7 +132,8 @@ class Conversation:
         Templates leave out of earlier turns a `<think>` that they write in a prompt, or close it.
         """
         said = self._rendered(before, add_generation_prompt=False)
-        begun, now = asked.removeprefix(said), stands.removeprefix(said)
+        begun = asked.removeprefix(said)
+        now = stands.removeprefix(said)
         both = 0 < len(begun) < len(asked) and len(now) < len(stands) and _GAP not in now
         return both and (begun.startswith(now) or now.startswith(begun))
 

@@ -34,7 +34,8 @@ def serve_environment(name: str, options: Mapping[str, Any]) -> Service:
     """
     if name in SHIPPED_ENVIRONMENTS:
         module = importlib.import_module("fp8core.environments.shipped")
-        made, digest = getattr(module, SHIPPED_ENVIRONMENTS[name]), _digest_of_shipped()
+        made = getattr(module, SHIPPED_ENVIRONMENTS[name])
+        digest = _digest_of_shipped()
     else:
         find_neighbours(name)
         made, _, digest = load_code(name, "class")
@@ -58,7 +59,8 @@ class EpisodeHandler:
 
     def __init__(self, create: Callable[[], Environment], file: str | None) -> None:
         """`file`: that of a user's class, for errors."""
-        self._create, self._file = create, file
+        self._create = create
+        self._file = file
         self._environment: Environment | None = None
 
     def answer(self, request: Task | Action) -> Turn | Outcome:
@@ -73,7 +75,8 @@ class EpisodeHandler:
 
     def close(self) -> None:
         """Close the environment, unless it was closed or never made."""
-        environment, self._environment = self._environment, None
+        environment = self._environment
+        self._environment = None
         if environment is not None:
             environment.close()
 

@@ -20,7 +20,8 @@ _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,16}\b")
 
 def main(seconds: int, memory_mb: int, characters: int, packages: list[str]) -> None:
     """Answer until there are no more requests; `characters`: of each part of an answer."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)
@@ -40,7 +41,9 @@ def main(seconds: int, memory_mb: int, characters: int, packages: list[str]) -> 
 
 def run(code: str, names: dict[str, object], characters: int) -> tuple[str, str, str]:
     """The printed text, the value of the last line, and the error."""
-    output, value, error = io.StringIO(), "", ""
+    output = io.StringIO()
+    value = ""
+    error = ""
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             parsed = ast.parse(code, "<code>")
@@ -58,7 +61,8 @@ def run(code: str, names: dict[str, object], characters: int) -> tuple[str, str,
 
 
 def _described(error: BaseException) -> str:
-    line, trace = None, error.__traceback__
+    line = None
+    trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<code>":
             line = trace.tb_lineno

@@ -42,7 +42,8 @@ class EnvironmentPool:
         function = "fp8core.environments.episode_process:serve_environment"
         self._pool = ProcessPool(f"environment.name={name}", function, settings, limits)
         self.description = self._pool.description
-        self._limits, self._at_once = limits, at_once
+        self._limits = limits
+        self._at_once = at_once
         self._threads = ThreadPoolExecutor(at_once, "environment")
         self._closing = set[Future[None]]()
         self._episodes: dict[Key, _Episode] = {}
@@ -67,7 +68,8 @@ class EnvironmentPool:
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """Replies that have come. `wait`: for at least one, unless every open episode waits for an action."""
-        found, until = list[Reply](), time.monotonic() + most_seconds
+        found = list[Reply]()
+        until = time.monotonic() + most_seconds
         while True:
             self._launch()
             busy = {episode.reply: episode for episode in self._episodes.values() if episode.reply is not None}

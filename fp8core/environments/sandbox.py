@@ -51,7 +51,8 @@ class Interpreter:
         `container`: words of a command that runs Python in isolation, without its arguments; empty: bubblewrap.
         Raises UserError: bubblewrap is not installed.
         """
-        self._seconds, self._characters = seconds, characters
+        self._seconds = seconds
+        self._characters = characters
         self._process: subprocess.Popen[bytes] | None = None
         python = [*container] if container else _in_bubblewrap()
         packages = [] if container else dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
@@ -65,7 +66,8 @@ class Interpreter:
         )
         assert process.stdin is not None, "it has a pipe"
         assert process.stdout is not None, "it has a pipe"
-        ended, why = threading.Event(), list[str]()
+        ended = threading.Event()
+        why = list[str]()
         threading.Thread(target=self._watch, args=(process, ended, why), daemon=True).start()
         with contextlib.suppress(BrokenPipeError):  # An interpreter that is gone is noticed below.
             process.stdin.write(json.dumps(code).encode() + b"\n")
@@ -76,7 +78,8 @@ class Interpreter:
             parts = [str(part) for part in json.loads(answer)]
             failed = bool(parts[-1])
         except (ValueError, TypeError, IndexError, RecursionError):
-            parts, failed = [self._end(process, "".join(why))], True
+            parts = [self._end(process, "".join(why))]
+            failed = True
         return self._cut("\n".join(part.rstrip("\n") for part in parts if part.rstrip("\n"))), failed
 
     def close(self) -> None:

@@ -70,7 +70,8 @@ class Calculator(_OneTool):
         `left_to_right`: `*` binds no more strongly than `+` and `-`."""
         if modulus is not None and (type(modulus) is not int or not 2 <= modulus <= 10**9):
             raise ValueError(f"modulus={modulus!r} is no integer from 2 to 1,000,000,000")
-        self._modulus, self._left_to_right = modulus, left_to_right
+        self._modulus = modulus
+        self._left_to_right = left_to_right
 
     def _call(self, argument: str) -> tuple[str, bool]:
         value = evaluate(argument, self._modulus, self._left_to_right)
@@ -93,9 +94,12 @@ def evaluate(expression: str, modulus: int | None, left_to_right: bool) -> int:
 
 class _Expression:
     def __init__(self, text: str, modulus: int | None, left_to_right: bool) -> None:
-        self._modulus, self._levels, self._depth = modulus, ["+-*"] if left_to_right else ["+-", "*"], 0
+        self._modulus = modulus
+        self._levels = ["+-*"] if left_to_right else ["+-", "*"]
+        self._depth = 0
         self._tokens: list[str] = []
-        at, text = 0, text.rstrip()
+        at = 0
+        text = text.rstrip()
         while at < len(text):
             if (token := _TOKEN.match(text, at)) is None:
                 raise ToolError(f"cannot read {text[at:].lstrip()[:1]!r}; there are integers, + - * and parentheses")

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from fp8core.environments.protocol import Tool, ToolCall
 
 DEEPEST = 32
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_CALL = "<tool_call>"
+_CALL_END = "</tool_call>"
 # The template may have begun the first thought. One without an end lasts up to the end of the text.
 _THOUGHT = re.compile(r"\A(?:(?!<think>).)*</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 
@@ -40,7 +41,8 @@ def parse_calls(form: str, text: str, tools: Sequence[Tool]) -> TurnCalls:
 
 def _qwen_calls(text: str, tools: Sequence[Tool]) -> Iterator[ToolCall]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, outside of what was thought."""
-    rest, end = _THOUGHT.sub("\n", text), 0
+    rest = _THOUGHT.sub("\n", text)
+    end = 0
     while (start := rest.find(_CALL, end)) >= 0:
         start += len(_CALL)
         end = rest.find(_CALL_END, start)

@@ -64,7 +64,8 @@ def difference_estimate(differences: Sequence[float], seed: int) -> Estimate:
     """
     if not {*differences} <= {-1.0, 0.0, 1.0}:
         return resampled_estimate(differences, (-1.0, 1.0), seed)
-    z, trials = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2), len(differences) + 2
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+    trials = len(differences) + 2
     more, fewer = ((differences.count(sign) + 1) / trials for sign in (1.0, -1.0))
     room = z * math.sqrt((more + fewer - (more - fewer) ** 2) / trials)
     return Estimate(fmean(differences), max(-1.0, more - fewer - room), min(1.0, more - fewer + room))

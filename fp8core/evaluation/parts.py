@@ -114,7 +114,8 @@ def whole_forward(
 
 def subjects_of(full: Forward, contract: PrecisionContract, masters: Mapping[str, Tensor]) -> Subjects:
     """Each part of the `whole_forward` of a contract alone, as far as it is in FP8."""
-    arch, whole = full.decoder.arch, full.decoder.formats
+    arch = full.decoder.arch
+    whole = full.decoder.formats
     bf16 = whole_forward(contract_in("bf16", contract), arch, masters, ())
     plain = bf16.decoder.formats
     other = STEPWISE if plain.points is NATIVE else NATIVE
@@ -192,7 +193,9 @@ def _compare(subjects: Subjects, texts: Sequence[Text], numbers: Sequence[int]) 
     answered = torch.nn.functional.pad(batch.response_mask[:, 1:], (0, 1))
     places = prompt | answered
     targets = batch.tokens.roll(-1, dims=1)[places, None]
-    text, prompt, answered = torch.tensor(numbers)[places.nonzero()[:, 0]], prompt[places], answered[places]
+    text = torch.tensor(numbers)[places.nonzero()[:, 0]]
+    prompt = prompt[places]
+    answered = answered[places]
     expected = subjects.bf16.logprobs(batch, places)
     wanted = expected.gather(-1, targets)[:, 0] * answered
     for name, part in subjects.parts.items():
@@ -216,7 +219,8 @@ def _joined(found: Sequence[_Comparison]) -> _Comparison:
 
 
 def _cost(found: _Comparison, answers: int) -> PartCost:
-    nats, text = found.nats[found.prompt], found.text[found.prompt]
+    nats = found.nats[found.prompt]
+    text = found.text[found.prompt]
     by_text = torch.bincount(text, nats) / torch.bincount(text)
     return PartCost(
         nats=float(nats.mean()),

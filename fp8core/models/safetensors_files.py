@@ -20,7 +20,8 @@ from torch import Tensor
 from fp8core.errors import UserError
 from fp8core.user_files import read_json_object
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 # Bytes of one element, in the library's order of types.
 _ITEM_SIZES = {
@@ -118,7 +119,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint, in one file or in those that its index names.
     Raises UserError: naming the file, and the tensor where it is one that is wrong."""
-    single, index = folder / WEIGHTS, folder / INDEX
+    single = folder / WEIGHTS
+    index = folder / INDEX
     if single.is_file():
         return read_header(single)
     if not index.is_file():

@@ -19,7 +19,8 @@ from fp8core.user_files import read_json_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_TOKENIZER = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
 _READING = ("is_local", "local_files_only")
 # The date that Llama 3.2's template prints where it finds no clock.
 _FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
@@ -43,12 +44,15 @@ class Tokenizer:
         sampling: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Raises UserError: no token ends a sequence."""
-        self._fast, self._backend = fast, fast.backend_tokenizer
+        self._fast = fast
+        self._backend = fast.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.where, self.sampling = where, dict(sampling)
+        self.where = where
+        self.sampling = dict(sampling)
         self.bos_id: int | None = fast.bos_token_id
-        eos_id, pad_id = fast.eos_token_id, fast.pad_token_id
+        eos_id = fast.eos_token_id
+        pad_id = fast.pad_token_id
         self.eos_ids = eos_ids | ({eos_id} if eos_id is not None else set())
         if not self.eos_ids:
             raise UserError(f"{where}: no token ends a sequence; set eos_token in {_CONFIG}")
@@ -116,7 +120,8 @@ class Tokenizer:
     def plain_pieces(self, text: str) -> list[str]:
         """The text cut inside whatever `encode` would take for a control token: each piece encodes as plain text.
         Raises ValueError: a control token of one character, which cannot be cut, or text that has no bytes."""
-        pieces, rest = list[str](), [text]
+        pieces = list[str]()
+        rest = [text]
         while rest:
             part = rest.pop()
             part.encode()

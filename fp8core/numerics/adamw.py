@@ -31,7 +31,8 @@ class AdamWStep(NamedTuple):
     ) -> "AdamWStep":
         """Of update `number`, from 1; weight decay is decoupled."""
         beta1, beta2 = betas
-        rate, root = learning_rate / (1 - beta1**number), math.sqrt(1 - beta2**number)
+        rate = learning_rate / (1 - beta1**number)
+        root = math.sqrt(1 - beta2**number)
         return cls(gradient_factor, beta1, beta2, 1 - learning_rate * weight_decay, rate, root, EPS)
 
 

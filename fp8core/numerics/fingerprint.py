@@ -114,7 +114,8 @@ class Slice(NamedTuple):
 
 
 def _slice_sum(part: Slice) -> Tensor:
-    flat, first = bytes_in_order(part.elements).cpu(), part.first // _WORD_BYTES
+    flat = bytes_in_order(part.elements).cpu()
+    first = part.first // _WORD_BYTES
     count, left_over = divmod(flat.numel(), _WORD_BYTES)
     assert part.first % _WORD_BYTES == 0, "a slice begins inside a word"
     assert not left_over or part.ends is not None, "a slice ends inside a word"

@@ -63,8 +63,10 @@ def add_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of `added`, which are equal, BF16 [tokens, hidden], and of the weight, FP32 [hidden].
     `grad_total` is that of the residual stream, None after the last layer."""
-    upstream, factor = grad_normed.float(), inverse[:, None]
-    normed, scaled = total.float() * factor, upstream * weight
+    upstream = grad_normed.float()
+    factor = inverse[:, None]
+    normed = total.float() * factor
+    scaled = upstream * weight
     grad = factor * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     if grad_total is not None:
         grad = grad + grad_total.float()

@@ -20,7 +20,8 @@ from fp8core.numerics.recipe import TILE
 OUTPUT_MULTIPLE = 64
 """DeepGEMM writes so many columns at once: on a GPU the width of a product is a multiple."""
 
-_CACHED_ROWS, _CACHED_COLUMNS = 128, 512
+_CACHED_ROWS = 128
+_CACHED_COLUMNS = 512
 
 
 def block_gemm(
@@ -30,7 +31,8 @@ def block_gemm(
 
     Operands are grid values [M, K] and [N, K], or such times powers of two. Scales are FP32 [M, ceil(K / block)] and
     [N, ceil(K / block)], or None for 1."""
-    wide, factors = left.double(), left_scales.double()
+    wide = left.double()
+    factors = left_scales.double()
     total = torch.empty(left.shape[0], right.shape[0], dtype=torch.float64)
     # So much of a sum and of a block's product stays in the cache.
     for first in range(0, right.shape[0], _CACHED_COLUMNS):

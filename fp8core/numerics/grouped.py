@@ -36,7 +36,8 @@ def most_rows(slots: int, experts: int) -> int:
 def group_rows(chosen: Tensor, experts: int) -> GroupedRows:
     """Rows by ascending expert, then token; `chosen` is [tokens, k], no expert twice in a row."""
     tokens, k = chosen.shape
-    slots, device = tokens * k, chosen.device
+    slots = tokens * k
+    device = chosen.device
     # A router of NaN may name an expert that does not exist. Its gates are NaN, which shows in the result.
     by_expert = chosen.flatten().long().clamp(0, experts - 1).sort(stable=True)
     every = torch.arange(experts, device=device)

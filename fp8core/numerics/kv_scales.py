@@ -12,7 +12,9 @@ from fp8core.numerics.e4m3 import scale_from_amax
 from fp8core.numerics.recipe import E4M3_MAX, ScaleRule
 
 # Places in a tally: the bits of the largest magnitude, elements beyond the limit, all elements. A fourth one aligns it.
-AMAX, SATURATED, ELEMENTS = 0, 1, 2
+AMAX = 0
+SATURATED = 1
+ELEMENTS = 2
 TALLY = 4
 
 

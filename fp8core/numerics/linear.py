@@ -80,10 +80,12 @@ def load_weight(parts: list[StoredWeight]) -> LinearWeight:
     if all(part.scales is None for part in parts):
         plain = torch.cat([part.values.float() for part in parts])
         return LinearWeight(plain, None, plain.double(), master=None)
-    row_scales, values = _stacked([part.row_scales for part in parts]), _stacked([part.values for part in parts])
+    row_scales = _stacked([part.row_scales for part in parts])
+    values = _stacked([part.values for part in parts])
     dequantised = torch.empty(values.shape, dtype=torch.float64)
     # Pieces stay in the cache. Rows of a tile have the same scales, and those of one part begin at its own tile.
-    first, (down, across) = 0, parts[0].tile
+    first = 0
+    (down, across) = parts[0].tile
     for part in parts:
         for start in range(0, part.values.shape[0], down):
             rows = slice(first + start, first + min(start + down, part.values.shape[0]))
@@ -111,7 +113,8 @@ def dequantise_rows(grid: Tensor, scales: Tensor, grouping: Grouping) -> Tensor:
 def fprop(x: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
     """Y = X W^T, BF16 values in FP32 [tokens, out]; a row depends on its own row of X alone."""
     assert weight.row_scales is not None
-    groups, tiles = recipe.activations, recipe.weights
+    groups = recipe.activations
+    tiles = recipe.weights
     assert groups.columns == tiles.columns, "both operands have the same blocks of the contraction"
     rows = quantise_rows(x, groups)
     if tiles.rule == "pow2":
@@ -123,7 +126,8 @@ def fprop(x: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
 
 def dgrad(grad: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
     """dX = dY W with dY in groups along `out`; FP32 [tokens, in]."""
-    groups, transposed = recipe.gradients, weight.dequantised.t()
+    groups = recipe.gradients
+    transposed = weight.dequantised.t()
     rows = quantise_rows(grad, groups)
     if recipe.weights.rule == "pow2":
         return _product(rows, groups, transposed).float()
@@ -147,7 +151,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight, form: LinearFormat) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.form = weight, form
+        ctx.weight = weight
+        ctx.form = form
         return form.product(x, weight)
 
     @staticmethod

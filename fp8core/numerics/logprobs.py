@@ -43,12 +43,14 @@ class HeadFormat:
         return aligned_gemm(hidden, head.aligned).to(self.output).float()
 
 
-FP32_HEAD, BF16_HEAD = HeadFormat("fp32", torch.float32), HeadFormat("bf16", torch.bfloat16)
+FP32_HEAD = HeadFormat("fp32", torch.float32)
+BF16_HEAD = HeadFormat("bf16", torch.bfloat16)
 
 
 def load_head(values: Tensor) -> HeadWeight:
     full = values.float()
-    aligned, bits = torch.empty(full.shape, dtype=torch.float64), alignment_bits(full.shape[1])
+    aligned = torch.empty(full.shape, dtype=torch.float64)
+    bits = alignment_bits(full.shape[1])
     for rows, piece in zip(aligned.split(_HEAD_ROWS), full.split(_HEAD_ROWS), strict=True):
         rows.copy_(align_rows(piece.double(), bits))
     return HeadWeight(full, aligned, master=None)
@@ -86,7 +88,8 @@ def logit_slopes(
     `gradients` are those of log-probs and of entropies, [tokens] or None; `entropy`, H, is that of `token_statistics`.
     """
     grad, grad_entropy = (None if g is None else g / temperature for g in gradients)
-    logp, flatter = log_softmax(logits, temperature), None
+    logp = log_softmax(logits, temperature)
+    flatter = None
     if grad_entropy is not None:
         p = logp.exp()
         negative_entropy = (p * logp).sum(-1, keepdim=True)
@@ -111,7 +114,8 @@ class ChunkedHead(ABC):
     partial_dtype: torch.dtype | None = None
 
     def __init__(self, weight: Tensor, temperature: float) -> None:
-        self.weight, self.temperature = weight, temperature
+        self.weight = weight
+        self.temperature = temperature
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -146,12 +150,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, master: Tensor | None, head: ChunkedHead, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        chosen, entropies = [], []
+        chosen = []
+        entropies = []
         for part in _chunks(head, len(targets)):
             of_chosen, entropy = head.statistics(hidden[part], targets[part])
             chosen.append(of_chosen)
             entropies.append(entropy)
-        logprobs, entropy = head.total(torch.cat(chosen)), head.total(torch.cat(entropies))
+        logprobs = head.total(torch.cat(chosen))
+        entropy = head.total(torch.cat(entropies))
         ctx.save_for_backward(hidden, targets, entropy)
         ctx.head = head
         # Where the loss has no entropy in it, the gradient of entropies is None, and nothing is computed for it.
@@ -191,7 +197,8 @@ class ExactHead(ChunkedHead):
 
     def __init__(self, head: HeadWeight, form: HeadFormat, temperature: float) -> None:
         super().__init__(head.values, temperature)
-        self._head, self._form = head, form
+        self._head = head
+        self._form = form
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._form.logits(hidden, self._head)

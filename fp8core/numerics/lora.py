@@ -19,7 +19,8 @@ def merged_weight(base: Tensor, left: Tensor, right: Tensor, factor: float) -> T
     """FP32 from W, BF16 or FP32 [out, in], B, FP32 [out, rank], and A, FP32 [rank, in]. W and B may be the same rows of
     the whole."""
     merged = torch.empty_like(base, dtype=torch.float32)
-    step, wide = max(1, _CHUNK // base.shape[1]), right.double()
+    step = max(1, _CHUNK // base.shape[1])
+    wide = right.double()
     for start in range(0, len(base), step):
         rows = slice(start, start + step)
         columns = left[rows].double()

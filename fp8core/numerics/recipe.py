@@ -84,7 +84,8 @@ RECIPES: dict[RecipeName, Recipe] = {each.name: each for each in (FP32_ACTIVATIO
 
 
 def recipe_of(name: RecipeName, attention: AttentionProducts | None, bf16_layers: tuple[int, int] = (0, 0)) -> Recipe:
-    recipe, (first, last) = RECIPES[name], bf16_layers
+    recipe = RECIPES[name]
+    (first, last) = bf16_layers
     return replace(
         recipe,
         attention=recipe.attention if attention is None else attention,

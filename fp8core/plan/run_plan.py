@@ -82,7 +82,8 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine) -> RunPlan
 
 def _frozen_scorers(config: RunConfig, arch: Architecture) -> Needs:
     """The memory of reference policy and teacher on each GPU that trains."""
-    steps, scorers = {step.uses for step in config.pipeline.steps}, dict[str, tuple[RunConfig, Architecture]]()
+    steps = {step.uses for step in config.pipeline.steps}
+    scorers = dict[str, tuple[RunConfig, Architecture]]()
     if REFERENCE in steps:
         scorers["reference"] = config, arch
     distillation = config.loss.distillation
@@ -124,7 +125,8 @@ def _trainer_phases(
     config: RunConfig, arch: Architecture, gpu: Device, parallel: Parallel, scorers: Needs, engine: EngineMemory | None
 ) -> tuple[Phase, ...]:
     """Phases of a GPU that trains, and may generate in turn: masters and optimiser states stay, an engine may sleep."""
-    memory, limit = gpu_memory(config.training), gpu.memory
+    memory = gpu_memory(config.training)
+    limit = gpu.memory
     state = (*memory.state(config, arch, parallel), *scorers)
     step = memory.step(config, arch, parallel)
     sent = memory.exported(config, arch, parallel, shipped_bytes(arch, config.precision))
@@ -146,7 +148,8 @@ def _warm_start(config: RunConfig, arch: Architecture, gpu: Device) -> Phase | N
     trainer = trainer_of(settings.training)
     if config.warm_start is None or trainer.build_sft is None or trainer.grid(settings) is None:
         return None
-    memory, alone = gpu_memory(settings.training), Parallel()
+    memory = gpu_memory(settings.training)
+    alone = Parallel()
     needs = (*memory.state(settings, arch, alone), *memory.step(settings, arch, alone))
     return Phase("warm start", needs, gpu.memory, f"{memory.advice} or choose a GPU with more memory")
 

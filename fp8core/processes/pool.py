@@ -84,7 +84,8 @@ class ProcessExit(NamedTuple):
 
 class PoolProcess:
     def __init__(self, connection: Connection, timeout_seconds: float) -> None:
-        self._connection, self._timeout_seconds = connection, timeout_seconds
+        self._connection = connection
+        self._timeout_seconds = timeout_seconds
         self._pid: int = connection.recv()
         self._lock = threading.Lock()
 
@@ -120,7 +121,8 @@ class ProcessPool:
 
     def __init__(self, setting: str, function: str, settings: Mapping[str, Any], limits: Limits) -> None:
         """`function`: of `serve`; `setting` names the code in errors. Raises UserError: it cannot be loaded."""
-        self._setting, self._limits = setting, limits
+        self._setting = setting
+        self._limits = limits
         self._control, theirs = Pipe()
         with theirs:
             arguments = ["-P", "-c", _BOOT, str(theirs.fileno()), function, _ROOT, *sys.path]
@@ -196,7 +198,8 @@ def _check_threads() -> None:
 
 
 def _fork_until_closed(control: Connection, service: Service, limits: Limits) -> None:
-    processes, requests = dict[int, tuple[BaseProcess, Connection]](), sys.stdin.fileno()
+    processes = dict[int, tuple[BaseProcess, Connection]]()
+    requests = sys.stdin.fileno()
     try:
         while requests not in (ready := wait([requests, control, *processes])):
             for sentinel in [each for each in ready if each in processes]:

@@ -22,8 +22,12 @@ from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.run_view import Commit, RunView
 from fp8core.store.tables import COMPLETION_KEY, HeldoutSample, key_of, keys_of
 
-PROMPTS, SAMPLES, HELDOUT_PROMPTS = 3, 2, 4
-_MOST_TOKENS, _MOST_CHARACTERS, _MOST_PROMPT_CHARACTERS = 160, 800, 3200
+PROMPTS = 3
+SAMPLES = 2
+HELDOUT_PROMPTS = 4
+_MOST_TOKENS = 160
+_MOST_CHARACTERS = 800
+_MOST_PROMPT_CHARACTERS = 3200
 _THRESHOLDS = (1e-3, 1e-2, 1e-1)
 LEGEND = ("below 0.001", "0.001 to 0.01", "0.01 to 0.1", "0.1 and more")
 _COLUMNS = (*COMPLETION_KEY, "prompt_id", "prompt_tokens", "tokens", "logprobs", "written", "text")

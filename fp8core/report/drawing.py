@@ -56,7 +56,8 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
         axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(positive))), linscale=0.7)
         axes.yaxis.set_major_formatter(lambda value, _: short(value))
     for series in chart.series:
-        points, style = series.finite(), series.style
+        points = series.finite()
+        style = series.style
         look: dict[str, Any] = {"color": colour(style), "ls": _DASHES[style % len(_DASHES)], "lw": 1.4, "ms": 4.5}
         look |= {"marker": "o", "markevery": max(1, len(points) // 10) if len(points) > 40 else 1}
         axes.plot([x for x, _ in points], [y for _, y in points], label=series.label, **look)

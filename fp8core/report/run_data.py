@@ -63,7 +63,8 @@ class RunData:
     @property
     def requested(self) -> int | None:
         """The number of steps that the run was begun with, or was extended to."""
-        config, last = self.view.config, self.provenance.last
+        config = self.view.config
+        last = self.provenance.last
         known = ([] if config is None else [config.steps]) + ([] if last is None else [last.record.steps])
         return max(known, default=None)
 

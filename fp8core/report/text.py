@@ -70,7 +70,8 @@ def _cells(estimates: dict[str, Estimate], names: Sequence[str], sign: str) -> l
     ]
 
 
-_ITEM, _SIZE = 38, 9
+_ITEM = 38
+_SIZE = 9
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
@@ -85,7 +86,8 @@ def plan_text(plan: RunPlan) -> str:
             lines += [*_phase(device, phase), ""]
     if plan.cache is not None:
         lines.append(f"cache  {_cache(plan.cache)}")
-    sync, space = plan.sync, plan.checkpoint
+    sync = plan.sync
+    space = plan.checkpoint
     lines.append(
         f"sync   {sync.total:,} bytes: {sync.codes:,} FP8 codes, {sync.scales:,} scales, {sync.kept:,} in other formats"
     )

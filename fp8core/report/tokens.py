@@ -12,7 +12,8 @@ from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.run_view import RunView
 from fp8core.store.tables import COMPLETION_KEY, keys_of
 
-ENOUGH_TOKENS, MOST_STEPS = 20_000, 10
+ENOUGH_TOKENS = 20_000
+MOST_STEPS = 10
 
 Values = NDArray[np.float64]
 

@@ -10,7 +10,8 @@ from fp8core.errors import UserError
 from fp8core.rewards.final_answer import MARKER, Unreadable, plain_answer
 from fp8core.rewards.scorer import RIGHT, Scorer, Verdict, unparsed, wrong
 
-MAX_CHARACTERS, MAX_DIGITS = 256, 40
+MAX_CHARACTERS = 256
+MAX_DIGITS = 40
 
 _MARKUP = re.compile(
     r"(?:\*\*(?P<a>[^*]+)\*\*|\$(?P<b>[^$]+)\$|`(?P<c>[^`]+)`|\\\((?P<d>.+)\\\)|\((?P<e>[^()]+)\)"
@@ -64,7 +65,8 @@ def read_number(text: str) -> tuple[str, str]:
     number = _NUMBER.fullmatch(text)
     if number is None:
         raise Unreadable(f"not one number alone: {text[:40]!r}" if text else "no number")
-    whole, decimals = number["whole"].replace(",", ""), (number["decimals"] or "").rstrip("0")
+    whole = number["whole"].replace(",", "")
+    decimals = (number["decimals"] or "").rstrip("0")
     if len(whole + decimals) > MAX_DIGITS:
         raise Unreadable(f"more than {MAX_DIGITS} digits")
     negative = (number["sign"] or number["late_sign"] or "+") != "+"

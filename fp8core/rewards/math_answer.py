@@ -65,7 +65,8 @@ def _compare(answer: str, expected: Reference) -> Verdict:
     shown = wrong(f"answer {answer[:_SHOWN_CHARACTERS]}")
     if answer == expected.text:
         return RIGHT
-    number, word = _number(answer), _word(answer)
+    number = _number(answer)
+    word = _word(answer)
     if number and expected.number:
         return RIGHT if number == expected.number else shown
     if word and expected.word:

@@ -132,7 +132,8 @@ class ScorerHandler:
     """Answers with a verdict on each `Answer`, and on each reference, a (prompt, reference), whether it is one."""
 
     def __init__(self, scorer: Scorer, file: str | None) -> None:
-        self._scorer, self._file = scorer, file
+        self._scorer = scorer
+        self._file = file
 
     def answer(self, request: tuple[str, ...]) -> Verdict:
         verdict = self._verdict(request)

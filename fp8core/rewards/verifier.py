@@ -51,9 +51,11 @@ class FormatVerifier(Scorer):
 
     def _begun(self, prompt: str) -> str:
         """The tags that the chat template has written at the end of the prompt, for the completion to go on from."""
-        found, rest = "", prompt.rstrip()
+        found = ""
+        rest = prompt.rstrip()
         while tag := next((tag for tag in self._tags if rest.endswith(tag)), ""):
-            found, rest = tag + found, rest.removesuffix(tag).rstrip()
+            found = tag + found
+            rest = rest.removesuffix(tag).rstrip()
         return found
 
 
@@ -90,7 +92,9 @@ class InProcess(Verifier):
     """A verifier for a scorer that can neither hang nor crash; `key`: the setting that names it."""
 
     def __init__(self, name: str, scorer: Scorer, key: str = "reward.verifier") -> None:
-        self._name, self._scorer, self._setting = name, scorer, f"{key}={name}"
+        self._name = name
+        self._scorer = scorer
+        self._setting = f"{key}={name}"
 
     def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
         try:
@@ -176,7 +180,8 @@ class WeightedVerifiers(Verifier):
     """A verifier whose verdicts carry the scores of others, each with a name and a weight."""
 
     def __init__(self, main: Verifier, others: Sequence[tuple[str, float, Verifier]]) -> None:
-        self._main, self._others = main, others
+        self._main = main
+        self._others = others
         self._all = [main, *(verifier for _, _, verifier in others)]
 
     @property
@@ -217,7 +222,8 @@ class WeightedVerifiers(Verifier):
 
 def build_verifier(config: RewardConfig) -> Verifier:
     """Raises UserError: what a verifier needs is not installed, or a function cannot be imported, or be called so."""
-    main, others = _one_verifier(config, "reward.verifier"), list[tuple[str, float, Verifier]]()
+    main = _one_verifier(config, "reward.verifier")
+    others = list[tuple[str, float, Verifier]]()
     for other in config.others:
         named = config.model_copy(update={"verifier": other.verifier, "options": other.options})
         others.append((other.name, other.weight, _one_verifier(named, f"reward.others.{other.name}.verifier")))

@@ -192,12 +192,15 @@ def gspo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutpu
 
 
 def _clipped(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, x: MaskedInputs, ratio: Tensor) -> LossOutput:
-    unclipped, clipped = -x.advantages * ratio, -x.advantages * clip.clip(ratio)
-    terms, constant = torch.maximum(unclipped, clipped), clipped > unclipped
+    unclipped = -x.advantages * ratio
+    clipped = -x.advantages * clip.clip(ratio)
+    terms = torch.maximum(unclipped, clipped)
+    constant = clipped > unclipped
     if clip.dual is not None:
         ceiling = -clip.dual * x.advantages
         above = (x.advantages < 0) & (terms > ceiling)
-        terms, constant = torch.where(above, ceiling, terms), constant | above
+        terms = torch.where(above, ceiling, terms)
+        constant = constant | above
     return loss_output(inputs, x.weights * terms, aggregate, ratio, constant)
 
 

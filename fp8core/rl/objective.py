@@ -100,7 +100,8 @@ class Objective:
         if loss.length_normaliser is not None:
             self._aggregate = constant_length(loss.length_normaliser)
         self._reference_weight = loss.reference_kl
-        self._entropy_weight, self._distillation = loss.entropy, loss.distillation
+        self._entropy_weight = loss.entropy
+        self._distillation = loss.distillation
 
     def corrected(self, batch: RolloutBatch) -> tuple[CorrectedBatch, dict[str, float]]:
         """The batch with its weights and without the rows that have no token left, and the correction's metrics.

@@ -48,7 +48,8 @@ class KvCache:
 
     def begin(self, length: int) -> None:
         """Open `length` further columns, and set the mask of their queries."""
-        start, self._columns = self._columns, self._columns + length
+        start = self._columns
+        self._columns = self._columns + length
         if start:
             self._valid[:, start : self._columns] = True
         columns = torch.arange(self._columns)
@@ -57,10 +58,12 @@ class KvCache:
         self.mask = (visible | (columns == queries))[:, None]
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._keys[layer], self._values[layer]
+        keys = self._keys[layer]
+        values = self._values[layer]
         if keys is None or values is None:
             shape = (k.shape[0], k.shape[1], self._valid.shape[1], k.shape[3])
-            keys, values = k.new_empty(shape), v.new_empty(shape)
+            keys = k.new_empty(shape)
+            values = v.new_empty(shape)
             self._keys[layer], self._values[layer] = keys, values
         start = self._columns - k.shape[2]
         keys[:, :, start : self._columns] = k
@@ -130,7 +133,8 @@ class EmbeddedEngine:
         check_scales(scales, version, self._decoder.arch.num_layers if fp8_cache else 0)
         stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._weights = load_policy(self._decoder.arch, PreparedWeights(stored, self._decoder.formats.recipe.weights))
-        self._stored, self._scales = stored, scales
+        self._stored = stored
+        self._scales = scales
         return SyncReport(version=version, digest=self.fingerprint(), scales=self._scales)
 
     def fingerprint(self) -> str:
@@ -149,7 +153,9 @@ class EmbeddedEngine:
         """Weights and caches lie in main memory."""
 
     def close(self) -> None:
-        self._stored, self._weights, self._scales = {}, None, None
+        self._stored = {}
+        self._weights = None
+        self._scales = None
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         yield from generated(self.open_session(sampling), groups)
@@ -202,7 +208,9 @@ class EmbeddedSession:
     """Requests that are decoded together; those that come meanwhile wait. A token depends on its row alone."""
 
     def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int) -> None:
-        self._engine, self._sampling, self._max_batch = engine, sampling, max_batch
+        self._engine = engine
+        self._sampling = sampling
+        self._max_batch = max_batch
         self._waiting: list[_Sequence] = []
         self._rows: list[_Sequence] = []
         self._cache: KvCache | None = None
@@ -221,7 +229,8 @@ class EmbeddedSession:
     def step(self) -> list[Completion]:
         if self._waiting and not self._rows:
             self._admit()
-        rows, cache = self._rows, self._cache
+        rows = self._rows
+        cache = self._cache
         if not rows or cache is None:
             return []
         seeds = torch.tensor([row.seed for row in rows], dtype=torch.int64)
@@ -233,12 +242,14 @@ class EmbeddedSession:
         done = [row.completion() for row in live_rows if row.finish]
         keep = [i for i, row in enumerate(rows) if not row.finish]
         if not keep:
-            self._rows, self._cache = [], None
+            self._rows = []
+            self._cache = None
             return done
         # Dead rows cost as much as live ones; copying the cache costs about one decoding step.
         if len(keep) <= 0.75 * len(rows):
             cache.select(torch.tensor(keep))
-            tokens, self._rows = tokens[keep], [rows[i] for i in keep]
+            tokens = tokens[keep]
+            self._rows = [rows[i] for i in keep]
         cache.begin(1)
         positions = torch.tensor([[row.length - 1] for row in self._rows])
         self._hidden = self._engine._hidden(tokens[:, None], positions, cache, self._record)
@@ -247,10 +258,13 @@ class EmbeddedSession:
         return done
 
     def close(self) -> None:
-        self._waiting, self._rows, self._cache = [], [], None
+        self._waiting = []
+        self._rows = []
+        self._cache = None
 
     def _admit(self) -> None:
-        self._rows, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
+        self._rows = self._waiting[: self._max_batch]
+        self._waiting = self._waiting[self._max_batch :]
         contexts: dict[tuple[int, ...], int] = {}
         owners = torch.tensor([contexts.setdefault(row.context, len(contexts)) for row in self._rows])
         hidden, self._cache = self._engine._prefill([*contexts], max(row.room for row in self._rows), self._record)

@@ -100,7 +100,8 @@ class Completion:
 
     def rest(self, before: int) -> "Completion":
         policy_mask = None if self.policy_mask is None else self.policy_mask[before:]
-        tokens, logprobs = self.tokens[before:], self.logprobs[before:]
+        tokens = self.tokens[before:]
+        logprobs = self.logprobs[before:]
         return replace(self, tokens=tokens, logprobs=logprobs, experts=None, policy_mask=policy_mask)
 
 

@@ -108,11 +108,18 @@ class Episode:
 
 class EpisodeState:
     def __init__(self, request: PromptGroup, task: Task, talk: Talk, budget: TurnBudget, row_tokens: int) -> None:
-        self.request, self.task = request, task
-        self.tokens, self.heard, self.actions = list[int](), list[Turn](), list[Action]()
-        self._talk, self._budget, self._row_tokens = talk, budget, row_tokens
-        self._logprobs, self._policy_mask = list[float](), list[bool]()
-        self._turns, self._reward = list[TurnRecord](), 0.0
+        self.request = request
+        self.task = task
+        self.tokens = list[int]()
+        self.heard = list[Turn]()
+        self.actions = list[Action]()
+        self._talk = talk
+        self._budget = budget
+        self._row_tokens = row_tokens
+        self._logprobs = list[float]()
+        self._policy_mask = list[bool]()
+        self._turns = list[TurnRecord]()
+        self._reward = 0.0
         self._began: Turn | Outcome | None = None
         self._opening_seconds = 0.0
         self._conversation: Conversation | None = None
@@ -138,7 +145,8 @@ class EpisodeState:
         return self.actions[: len(self.heard) - 1]
 
     def begin_call(self, room: int | None) -> None:
-        self._room, self._wrote = room, False
+        self._room = room
+        self._wrote = False
 
     def restore(self, begun: Begun) -> None:
         for reply, end in zip(begun.replies, [*begun.ends, None], strict=True):
@@ -162,15 +170,21 @@ class EpisodeState:
         self._reward += reply.reward
         if self._conversation is None:
             return self._begin(reply, seconds)
-        end, action = len(self.tokens), self.actions[-1]
+        end = len(self.tokens)
+        action = self.actions[-1]
         ended: tuple[Finish, str] | None
         if isinstance(reply, Turn):
-            ended, outcome, said = self._observe(reply, self._conversation), "unparsed", said_json(reply.messages)
+            ended = self._observe(reply, self._conversation)
+            outcome = "unparsed"
+            said = said_json(reply.messages)
             self.heard.append(reply)
         else:
-            ended, outcome, said = (cast(Finish, action.finish), reply.detail), reply.outcome, ""
+            ended = (cast(Finish, action.finish), reply.detail)
+            outcome = reply.outcome
+            said = ""
         begin = self._turns[-1].observation_end if self._turns else 0
-        spoken, told = (calls_json(action.calls), action.malformed), (dict(reply.info), seconds)
+        spoken = (calls_json(action.calls), action.malformed)
+        told = (dict(reply.info), seconds)
         self._turns.append(TurnRecord(begin, end, len(self.tokens), said, *spoken, reply.failed, reply.reward, *told))
         if ended is not None:
             finish, detail = ended
@@ -178,7 +192,8 @@ class EpisodeState:
         return self._leave("open") if self._room is not None and self._wrote else None
 
     def _begin(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
-        self._began, self._opening_seconds = reply, seconds
+        self._began = reply
+        self._opening_seconds = seconds
         if isinstance(reply, Outcome):
             return self._leave("stop", reply.outcome, reply.detail)
         most = self._budget.prompt_tokens
@@ -190,12 +205,15 @@ class EpisodeState:
         if not 0 < length <= (length if most is None else most):
             detail = f"the first messages are {length} tokens, 1 to {most} fit (data.max_prompt_tokens)"
             return self._leave("observation", "unparsed", detail)
-        self._conversation, self.request = conversation, replace(self.request, prompt=conversation.prompt)
+        self._conversation = conversation
+        self.request = replace(self.request, prompt=conversation.prompt)
         self.heard.append(reply)
         return None
 
     def _observe(self, turn: Turn, conversation: Conversation) -> tuple[Finish, str] | None:
-        budget, room, stopped = self._budget, self._row_tokens - len(self.tokens), self.actions[-1].finish == "stop"
+        budget = self._budget
+        room = self._row_tokens - len(self.tokens)
+        stopped = self.actions[-1].finish == "stop"
         if not (room or stopped):
             return "length", f"the episode has its {self._row_tokens} tokens"
         if len(self.actions) == budget.turns:
@@ -298,8 +316,11 @@ def run_episodes(
     Raises UserError: the chat template rewrites what was before (`environments.chat`), or the engine refuses a request.
     """
     assert not sampling.report_experts, "experts are not recorded over several turns"
-    pool, session = multi_turn.pool, engine.open_session(sampling)
-    open_, repeated, finished = dict[Key, EpisodeState](), dict[Key, _Repeated](), list[Episode]()
+    pool = multi_turn.pool
+    session = engine.open_session(sampling)
+    open_ = dict[Key, EpisodeState]()
+    repeated = dict[Key, _Repeated]()
+    finished = list[Episode]()
 
     def leave(episode: Episode) -> None:
         del open_[episode.key]

@@ -69,8 +69,11 @@ class ResidentEngine(ABC):
     ) -> None:
         """`lowest`: temperature above 0 that it samples at. `sleeps`: whether `sleep` gives memory back. `routes`:
         whether chosen experts can be reported."""
-        self._arch, self._contract = arch, contract
-        self._lowest, self._sleeps, self._routes = lowest, sleeps, routes
+        self._arch = arch
+        self._contract = contract
+        self._lowest = lowest
+        self._sleeps = sleeps
+        self._routes = routes
         self._fp8_cache = contract.rollout.kv_cache == "fp8"
         self._numbers = count()
         self._parameters: dict[str, TensorSpec] = {}
@@ -80,7 +83,8 @@ class ResidentEngine(ABC):
         # The tensors of which each process has rows.
         self._in_parts: set[str] = set()
         self._unwritten: set[str] = set()
-        self._complete, self._asleep = False, False
+        self._complete = False
+        self._asleep = False
 
     def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
         """Raises EngineUpdateError: weights do not fit."""
@@ -149,14 +153,16 @@ class ResidentEngine(ABC):
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """With one sampled token a probe; one row."""
         assert self._complete, "update() comes before score(), also after sleep()"
-        found, waiting = [nan] * len(probes), {next(self._numbers): i for i in range(len(probes))}
+        found = [nan] * len(probes)
+        waiting = {next(self._numbers): i for i in range(len(probes))}
         self._begin(temperature)
         try:
             asked = (Request(probe.context, temperature, target=probe.target) for probe in probes)
             self._submit(dict(zip(waiting, asked, strict=True)))
             while waiting:
                 for number, output in self._outputs():
-                    i, target = waiting.pop(number), output.target
+                    i = waiting.pop(number)
+                    target = output.target
                     assert target is not None, "a target was asked for"
                     assert target[0] == probes[i].target, "the log-prob is not that of the target"
                     found[i] = target[1]
@@ -171,7 +177,8 @@ class ResidentEngine(ABC):
     def sleep(self) -> None:
         if self._sleeps and not self._asleep:
             self._fall_asleep()
-            self._asleep, self._complete = True, False
+            self._asleep = True
+            self._complete = False
 
     def describe(self) -> dict[str, object]:
         described = self.ask_policy("describe")
@@ -254,7 +261,8 @@ class ResidentEngine(ABC):
 
 class ResidentSession:
     def __init__(self, engine: ResidentEngine, sampling: Sampling) -> None:
-        self._engine, self._sampling = engine, sampling
+        self._engine = engine
+        self._sampling = sampling
         self._open: dict[int, tuple[PromptGroup, int]] = {}
 
     @property
@@ -270,12 +278,14 @@ class ResidentSession:
         return [self._completion(output, *self._open.pop(number)) for number, output in self._engine._outputs()]
 
     def close(self) -> None:
-        running, self._open = list(self._open), {}
+        running = list(self._open)
+        self._open = {}
         self._engine._end(running)
 
     def _request(self, group: PromptGroup, i: int) -> Request:
         sampling = self._sampling
-        room, begun = group.room_of(i, sampling.max_new_tokens), len(group.begun_of(i))
+        room = group.room_of(i, sampling.max_new_tokens)
+        begun = len(group.begun_of(i))
         return Request(group.context(i), sampling.temperature, room, group.seeds[i], begun, sampling.stop_ids)
 
     def _completion(self, output: Output, group: PromptGroup, i: int) -> Completion:
@@ -315,7 +325,8 @@ def executed_formats(
     prefixes = [f"model.layers.{layer}." for layer in range(num_layers)]
     by_layer = [dict.fromkeys(linears[name] for name in linears if name.startswith(prefix)) for prefix in prefixes]
     joined = ["+".join(kinds) for kinds in by_layer]
-    head, activations = described["head"], described["activations"]
+    head = described["head"]
+    activations = described["activations"]
     agreed = "fp8_block" not in joined or activations == contract.recipe.activations.rule
     return {
         "linear": joined,
@@ -326,7 +337,8 @@ def executed_formats(
 
 
 def _linear_format(linear: Mapping[str, str], kernels: Mapping[str, Collection[str] | None]) -> str:
-    dtype, kernel = linear["dtype"], linear["kernel"]
+    dtype = linear["dtype"]
+    kernel = linear["kernel"]
     known = kernels.get(dtype, ())
     if known is None or kernel in known:
         return {"bfloat16": "bf16", "float8_e4m3fn": "fp8_block"}[dtype]
@@ -334,7 +346,9 @@ def _linear_format(linear: Mapping[str, str], kernels: Mapping[str, Collection[s
 
 
 def _attention_format(layer: Mapping[str, Any], backends: Collection[str]) -> str:
-    cache, implementation, version = layer["cache"], layer["implementation"], layer["version"]
+    cache = layer["cache"]
+    implementation = layer["implementation"]
+    version = layer["version"]
     if cache in ("auto", "bfloat16"):
         return "bf16"
     if cache in ("fp8", "fp8_e4m3", "float8_e4m3fn") and implementation in backends and version == 3:

@@ -19,8 +19,12 @@ RECEIVED_BYTES = 1 << 30
 SharedWeights = dict[str, Any]
 """What `share_weights` makes, as it travels to another process."""
 # Fields of torch's rebuild function that cannot travel as they are, and others by their place.
-_TENSOR_CLASS, _STORAGE_CLASS, _DTYPE, _DEVICE = 0, 4, 5, 6
-_COUNTER, _WAITS_FOR_EVENT = slice(-4, -2), -1
+_TENSOR_CLASS = 0
+_STORAGE_CLASS = 4
+_DTYPE = 5
+_DEVICE = 6
+_COUNTER = slice(-4, -2)
+_WAITS_FOR_EVENT = -1
 
 
 class TensorSpec(NamedTuple):

@@ -100,12 +100,14 @@ class Stream:
         ]
 
     def whole(self) -> list[int]:
-        entered, open_ = Counter(batch for batch, _ in self._groups), {batch for batch, _ in self.in_flight()}
+        entered = Counter(batch for batch, _ in self._groups)
+        open_ = {batch for batch, _ in self.in_flight()}
         return sorted(each for each, prompts in entered.items() if prompts == self.pace.prompts and each not in open_)
 
     def admit(self, version: int, enter: Enter) -> None:
         # Prompts that may have entered under this policy, since the run began.
-        most, last = self.pace.in_flight, (version + 1 + self.pace.staleness) * self.pace.prompts
+        most = self.pace.in_flight
+        last = (version + 1 + self.pace.staleness) * self.pace.prompts
         room = last if most is None else most - len(self.in_flight())
         for number in range(self._next, min(last, self._next + max(0, room))):
             place = number // self.pace.prompts + 1, number % self.pace.prompts
@@ -125,7 +127,9 @@ class Stream:
         That is what the policy wrote of the longest: tokens of an environment take none. Those of `others` keep no more
         than the longest of those of `due` has.
         """
-        places, asked, open_ = [*due, *others], list[PromptGroup](), dict[GroupPlace, Row]()
+        places = [*due, *others]
+        asked = list[PromptGroup]()
+        open_ = dict[GroupPlace, Row]()
         for number, place in enumerate(places):
             rows = [row for row in self._groups[place] if not row.finish]
             open_ |= {(number, row.sample): row for row in rows}
@@ -136,13 +140,15 @@ class Stream:
         for done in found:
             if not done.tokens and done.finish == "open":
                 continue
-            row, kept = open_.pop((done.group, done.sample)), min(longest, len(done.tokens))
+            row = open_.pop((done.group, done.sample))
+            kept = min(longest, len(done.tokens))
             row.tokens += done.tokens[:kept]
             row.logprobs += done.logprobs[:kept]
             row.versions += [version] * kept
             row.experts = done.experts
             if done.finish != "open" and kept == len(done.tokens):
-                row.finish, row.ended = done.finish, self.tick + done.length
+                row.finish = done.finish
+                row.ended = self.tick + done.length
         assert not open_, "the engine left a completion as it was, so nothing would ever end"
         return max((done.length for done in found if done.group < len(due)), default=0)
 

@@ -45,7 +45,8 @@ class WeightPlaces:
 
     def write(self, parameters: Mapping[str, Tensor], received: SharedTensors) -> None:
         self._check_addresses(parameters)
-        targets, sources = list[Tensor](), list[Tensor]()
+        targets = list[Tensor]()
+        sources = list[Tensor]()
         for name, (spec, flat) in received.items():
             place = self._places[name]
             if place.flat is None or place.cut is not None:

@@ -54,7 +54,8 @@ def wants_gpus(config: RunConfig) -> bool:
 
 
 def engine_environment(config: RunConfig, node: Node) -> Environment:
-    trainer, engine = trainer_of(config.training).environment(config), engine_entry(config).environment(config, node)
+    trainer = trainer_of(config.training).environment(config)
+    engine = engine_entry(config).environment(config, node)
     required = dict(trainer.required)
     if config.warm_start is not None:
         warm = config.model_copy(update={"training": sft_training(config)})
@@ -138,14 +139,16 @@ def build_sft_trainer(
 
 
 def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | None" = None) -> Trainer:
-    teacher, scoring = find_teacher(config, tokenizer), teacher_config(config)
+    teacher = find_teacher(config, tokenizer)
+    scoring = teacher_config(config)
     tensors = dict(teacher.source()) if cluster is None else teacher.source()
     return build_trainer(scoring, teacher.architecture, tensors, cluster)
 
 
 def find_teacher(config: RunConfig, tokenizer: Tokenizer) -> Checkpoint:
     """Raises UserError: the teacher is missing or broken, or has another vocabulary."""
-    settings, scoring = config.loss.distillation, teacher_config(config)
+    settings = config.loss.distillation
+    scoring = teacher_config(config)
     assert settings.teacher is not None, "the pipeline was checked"
     key = "loss.distillation.teacher"
     named = f"{key}={settings.teacher}"

@@ -137,7 +137,8 @@ def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
         ref = reference.ref
         path = view.folder / ref.uri
         try:
-            size, digest = path.stat().st_size, file_digest(path, report)
+            size = path.stat().st_size
+            digest = file_digest(path, report)
         except FileNotFoundError:
             if ref.digest in view.removed:
                 removed[reference.step].append(ref)
@@ -162,7 +163,8 @@ def _last_checkpoints(view: RunView) -> dict[int, CheckpointEntry]:
 
 
 def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
-    entries, pruned = _last_checkpoints(view), []
+    entries = _last_checkpoints(view)
+    pruned = []
     for step, entry in entries.items():
         if step not in view.steps:
             yield Finding("error", entry.uri, "its step is not committed", step=step)

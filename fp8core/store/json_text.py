@@ -11,7 +11,8 @@ from pydantic_core import from_json
 
 from fp8core.errors import StoredFileError, UserError, printable
 
-_SHOWN, _SHOWN_DIGITS = 80, 16
+_SHOWN = 80
+_SHOWN_DIGITS = 16
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

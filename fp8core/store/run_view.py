@@ -72,7 +72,9 @@ class RunView:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        description, ledger, config = stored_description(folder), LedgerView(folder / LEDGER), None
+        description = stored_description(folder)
+        ledger = LedgerView(folder / LEDGER)
+        config = None
         problems: list[Finding] = []
         try:
             ledger = LedgerView.read(folder / LEDGER)
@@ -91,7 +93,8 @@ class RunView:
 
     @cached_property
     def steps(self) -> dict[int, Commit]:
-        found, code_version = dict[int, Commit](), self.description.code_version
+        found = dict[int, Commit]()
+        code_version = self.description.code_version
         for entry in self.ledger.entries:
             if isinstance(entry, SegmentEntry):
                 code_version = entry.code_version
@@ -106,7 +109,9 @@ class RunView:
     @cached_property
     def removed(self) -> set[str]:
         """Digests of the artifacts of steps that gc thinned out, which no other step has."""
-        steps, thinned, whole = self.ledger.removed(), set[str](), set[str]()
+        steps = self.ledger.removed()
+        thinned = set[str]()
+        whole = set[str]()
         for step in self.ledger.begun():
             (thinned if step in steps else whole).update(ref.digest for _, ref in self.ledger.outputs(step))
         return thinned - whole
@@ -163,7 +168,8 @@ class Provenance:
     last: StepManifest | None = None
 
     def add(self, manifest: StepManifest) -> None:
-        record, observed = manifest.record, manifest.observed
+        record = manifest.record
+        observed = manifest.observed
         facts = {
             "level": record.level,
             "code": record.code_version,
@@ -184,7 +190,8 @@ class Provenance:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
     def lines(self, view: RunView) -> list[tuple[str, str]]:
-        described, config = view.description, view.config
+        described = view.description
+        config = view.config
         lines = [("run", f"{view.folder} (id {described.id}, begun {described.created})")]
         if config is not None:
             lines.append(("configuration", f"{config.name} ({config_digest(config)[:_SHOWN_DIGITS]})"))

@@ -188,9 +188,11 @@ def _check_columns(found: pa.Schema, schema: TableSchema, place: object) -> None
                 continue
             raise StoredFileError(f"{place}: {column.name}: the column is missing")
         # Lists are of one type whatever the items are called: `item` when built, `element` when read.
-        inner, wanted = found.field(column.name).type, column.type
+        inner = found.field(column.name).type
+        wanted = column.type
         while pa.types.is_list(inner) and pa.types.is_list(wanted):
-            inner, wanted = inner.value_type, wanted.value_type
+            inner = inner.value_type
+            wanted = wanted.value_type
         if not inner.equals(wanted):
             raise StoredFileError(f"{place}: {column.name}: of type {inner}, expected {wanted}")
 
@@ -199,7 +201,8 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-HELDOUT_SAMPLES, SAMPLE_CHARACTERS = 8, 800
+HELDOUT_SAMPLES = 8
+SAMPLE_CHARACTERS = 800
 """What an evaluation keeps of texts: the first held-out prompts, the same ones each time, and characters of a text."""
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]

@@ -69,7 +69,8 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             self._drop_shipped()
 
     def _scored_under(self, weights: Weights, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
-        statistics, slices = self._no_statistics(), list(self._slices(batch))
+        statistics = self._no_statistics()
+        slices = list(self._slices(batch))
         scores = shared_out(
             self._ranks, slices, lambda each: self._score(weights, each[1], temperature, scales, statistics)
         )
@@ -107,7 +108,9 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         temperature: float,
         scales: Scales,
     ) -> tuple[list[dict[str, float]], ScoredBatch]:
-        statistics, reports, found = self._no_statistics(), list[dict[str, float]](), list[tuple[Tensor, Tensor]]()
+        statistics = self._no_statistics()
+        reports = list[dict[str, float]]()
+        found = list[tuple[Tensor, Tensor]]()
         for update, rows in enumerate(updates):
             part = corrected.rows(rows)
             with self._guarded():
@@ -155,7 +158,8 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         with self._guarded():
-            tokens, slices = int(batch.response_mask.sum()), list(self._slices(batch))
+            tokens = int(batch.response_mask.sum())
+            slices = list(self._slices(batch))
             weights = self._training_weights()
 
             def learn(rows_and_part: tuple[slice, TokenBatch]) -> float:
@@ -213,7 +217,8 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         self, batch: CorrectedBatch, temperature: float, scales: Scales, statistics: KvStatistics | None
     ) -> tuple[dict[str, float], list[FlatScores]]:
         """The scores are those of this process's parts."""
-        denominator, weights = Denominator.of(batch.loss_mask), self._training_weights()
+        denominator = Denominator.of(batch.loss_mask)
+        weights = self._training_weights()
         own = list[FlatScores]()
         slices = list(self._slices(batch.sequences))
 
@@ -256,7 +261,8 @@ def _padded(
 ) -> tuple[Tensor, Tensor]:
     """FP32 [B, C] of each, NaN on padding."""
     shape = (len(batch), int(batch.response_mask.sum(-1).max()))
-    logprobs, entropy = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    logprobs = torch.full(shape, torch.nan)
+    entropy = torch.full(shape, torch.nan)
     for (rows, part), scored in zip(slices, scores, strict=True):
         mask = left_aligned(part.response_mask, shape[1])
         logprobs[rows] = logprobs[rows].masked_scatter(mask, scored.logprobs)

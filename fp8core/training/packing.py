@@ -15,11 +15,13 @@ from fp8core.rl.batch import TokenBatch
 
 def row_groups(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[slice]:
     """Consecutive rows of at most so many tokens together; a longer row is alone."""
-    start, filled = 0, 0
+    start = 0
+    filled = 0
     for row, length in enumerate(lengths):
         if row > start and filled + length > micro_batch_tokens:
             yield slice(start, row)
-            start, filled = row, 0
+            start = row
+            filled = 0
         filled += length
     if lengths:
         yield slice(start, len(lengths))

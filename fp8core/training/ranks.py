@@ -18,7 +18,8 @@ class Ranks:
     """Processes make the same calls in the same order (`cluster.transport.GroupRanks`). This one is alone: it computes
     every part."""
 
-    rank, count = 0, 1
+    rank = 0
+    count = 1
 
     def own(self, parts: int) -> range:
         return range(parts)
@@ -108,12 +109,14 @@ class RankWeights:
         self._ranks = ranks
         self._layouts = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         self._device = next(iter(tensors.values())).device
-        self._places, self._sizes = dict[str, tuple[int, int]](), [0] * ranks.count
+        self._places = dict[str, tuple[int, int]]()
+        self._sizes = [0] * ranks.count
         for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):
             least = min(range(ranks.count), key=self._sizes.__getitem__)
             self._places[name] = least, self._sizes[least]
             self._sizes[least] += aligned(tensors[name].nbytes)
-        on_gpu, size = self._device.type == "cuda", self._sizes[ranks.rank]
+        on_gpu = self._device.type == "cuda"
+        size = self._sizes[ranks.rank]
         # A GPU copies to and from pinned memory at the speed of its bus, and torch uses it again.
         self._own = [
             torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8, pin_memory=on_gpu)
@@ -130,7 +133,8 @@ class RankWeights:
             piece, offset = divmod(start, _PIECE_BYTES)
             size = min(len(flat), _PIECE_BYTES - offset)
             self._own[piece][offset : offset + size].copy_(flat[:size], non_blocking=True)
-            start, flat = start + size, flat[size:]
+            start = start + size
+            flat = flat[size:]
 
     def whole(self) -> dict[str, Tensor]:
         """On the device that they came from."""
@@ -138,7 +142,8 @@ class RankWeights:
         # An empty share has no piece, and splits into one part.
         for piece, part in zip(self._own, own.split(_PIECE_BYTES), strict=False):
             part.copy_(piece, non_blocking=True)
-        parts, found = self._ranks.gathered(own, self._sizes), dict[str, Tensor]()
+        parts = self._ranks.gathered(own, self._sizes)
+        found = dict[str, Tensor]()
         for name, (dtype, shape) in self._layouts.items():
             rank, start = self._places[name]
             found[name] = parts[rank][start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)

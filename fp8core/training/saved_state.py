@@ -26,7 +26,10 @@ from fp8core.store.json_text import StepNumber, parse_model
 from fp8core.store.layout import POLICY
 from fp8core.store.tables import tensor_header
 
-STATE, MASTERS, OPTIMISER, SHARDS = "trainer.json", "masters.safetensors", "optimiser.safetensors", "megatron"
+STATE = "trainer.json"
+MASTERS = "masters.safetensors"
+OPTIMISER = "optimiser.safetensors"
+SHARDS = "megatron"
 
 
 class SavedState(BaseModel):
@@ -83,7 +86,8 @@ def check_digest(folder: Path, found: str, state: SavedState) -> None:
 def check_base(folder: Path, base: str | None, state: SavedState) -> None:
     """Raises StoredFileError: the adapters were saved over other frozen weights."""
     if state.base != base:
-        there, here = state.base or "nothing frozen", base or "nothing frozen"
+        there = state.base or "nothing frozen"
+        here = base or "nothing frozen"
         raise StoredFileError(f"{folder / STATE}: base: {there}, but the run has {here}")
 
 
@@ -104,7 +108,8 @@ def check_weights(folder: Path, weights_digest: str) -> None:
     state = read_state(folder)
     if state.grid is not None:
         return
-    masters, policy = tensor_header(folder / MASTERS), read_folder(folder / POLICY)
+    masters = tensor_header(folder / MASTERS)
+    policy = read_folder(folder / POLICY)
     found: dict[str, tuple[str, tuple[int, ...], str]] = {}
     if state.base is not None:
         found = {name: ("bfloat16", each.spec.shape, fingerprint(each.whole())) for name, each in policy.items()}

@@ -57,7 +57,9 @@ class UpdateGain:
     ) -> None:
         """`read`: tiles, FP32, of the policy at the time of the call. `form`: what a weight is shipped in. `joined`:
         the sums of all processes, from those of this one."""
-        self._read, self._grouping, self._joined = read, grouping, joined
+        self._read = read
+        self._grouping = grouping
+        self._joined = joined
         # Those of one format behind one another.
         self._tiles = sorted(tiles, key=lambda tile: form(tile.name))
         self._forms = [form(tile.name) for tile in self._tiles]
@@ -69,7 +71,8 @@ class UpdateGain:
         own = list[Sums]()
         for first in range(0, len(self._tiles), _CHUNK):
             part = slice(first, first + _CHUNK)
-            before, now = self._start[part], self._stacked(self._tiles[part])
+            before = self._start[part]
+            now = self._stacked(self._tiles[part])
             intended = now.double() - before.double()
             arrived = self._shipped(now, self._forms[part]) - self._shipped(before, self._forms[part])
             sums = [(each * intended).sum(-1).sum(-1).tolist() for each in (arrived, intended)]
@@ -90,7 +93,8 @@ class UpdateGain:
             if form == "bf16":
                 found[part] = tiles[part].bfloat16().double()
             elif form == "fp8_block":
-                group, rows = self._grouping, tiles[part].bfloat16().reshape(-1, TILE)
+                group = self._grouping
+                rows = tiles[part].bfloat16().reshape(-1, TILE)
                 codes, scales = tile_codes(rows, group)
                 factors = scales.double().repeat_interleave(group.rows, 0).repeat_interleave(group.columns, 1)
                 found[part] = (decode(codes).double() * factors).view(-1, TILE, TILE)

@@ -52,8 +52,10 @@ class AlignedAttention(ScaledAttention):
         keys, values = internals.pages(self.token_to_kv_pool, layer, self.page_size)
         layout = keys.device, keys.shape, keys.stride()
         kernel = shared_sequence_attention(*layout, _group(layer), self._longest, self.products)
-        split, table = (-1, layer.tp_q_head_num, layer.head_dim), self.forward_metadata.page_table
-        work, scales = self._work(layer, forward_batch), internals.scale_buffers(layer)
+        split = (-1, layer.tp_q_head_num, layer.head_dim)
+        table = self.forward_metadata.page_table
+        work = self._work(layer, forward_batch)
+        scales = internals.scale_buffers(layer)
         kernel(query.view(split), keys, values, table, work, scales, out.view(split))
         return out
 
@@ -62,13 +64,15 @@ class AlignedAttention(ScaledAttention):
         keys, values = internals.pages(self.token_to_kv_pool, layer, self.page_size)
         layout = keys.device, keys.shape, keys.stride()
         kernel = shared_decode_attention(*layout, _group(layer), self._longest, self._requests, self.products)
-        step, split = self.forward_metadata, (-1, layer.tp_q_head_num, layer.head_dim)
+        step = self.forward_metadata
+        split = (-1, layer.tp_q_head_num, layer.head_dim)
         queries = Queries(step.page_table, step.cu_seqlens_q, step.cache_seqlens_int32)
         kernel(query.view(split), keys, values, queries, internals.scale_buffers(layer), out.view(split))
 
     def _work(self, layer: Any, forward_batch: Any) -> list[Batch]:
         if self._step is not self.forward_metadata:
-            spans, row = list[Span](), 0
+            spans = list[Span]()
+            row = 0
             for tokens, cached in zip(
                 forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu, strict=True
             ):
@@ -97,7 +101,8 @@ class AlignedSampler(SeededSampler):
         positions: Tensor,
     ) -> Tensor:
         """As SGLang's. Requests that run together have one temperature."""
-        parameters, logits = sampling_info.custom_params, logits_output.next_token_logits
+        parameters = sampling_info.custom_params
+        logits = logits_output.next_token_logits
         if parameters is None:
             # Batches that SGLang captures and warms up with.
             found: Tensor = super().forward(

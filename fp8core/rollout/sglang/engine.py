@@ -63,7 +63,8 @@ class SglangEngine(ResidentEngine):
         check_variables(required_environment(), "SGLang is started")
         longest = options.context_length or arch.max_positions
         super().__init__(arch, contract, lowest=_LOWEST_TEMPERATURE, sleeps=options.sleep, routes=False)
-        self._build, self._graphs = build, options.graphs
+        self._build = build
+        self._graphs = options.graphs
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(
             json.dumps(model_config(arch, contract, options)), encoding="utf-8"
@@ -211,7 +212,8 @@ def _send_all(pipe: Connection, messages: SimpleQueue[memoryview]) -> None:
 
 def _request(asked: Request) -> dict[str, Any]:
     # 63 bits of it: SGLang holds seeds as signed integers, and hashes them without a sign.
-    seed, target = asked.seed & SEED_BITS, asked.target
+    seed = asked.seed & SEED_BITS
+    target = asked.target
     own = {"seed": seed, "temperature": asked.temperature} | ({} if target is None else {"target": target})
     sampling = {
         "temperature": asked.temperature,

@@ -18,8 +18,12 @@ from fp8core.processes import end_with_parent
 from fp8core.rollout.sglang.settings import SPARE
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError, register, run_detokenizer, run_scheduler
 
-RESULT, ERROR, FINISHED = "result", "error", "finished"
-CLOSE, STOP, ADD = "close", "stop", "add"
+RESULT = "result"
+ERROR = "error"
+FINISHED = "finished"
+CLOSE = "close"
+STOP = "stop"
+ADD = "add"
 # For the end of the last batch to arrive, and for the cache to be dropped.
 _FLUSH_SECONDS = 30.0
 # Until a message is seen while no request ends.
@@ -82,7 +86,8 @@ def _end_with_children(closing: threading.Event) -> None:
 
 class Host:
     def __init__(self, pipe: Connection, engine: Any, arguments: dict[str, Any]) -> None:
-        self._pipe, self._engine = pipe, engine
+        self._pipe = pipe
+        self._engine = engine
         self._mailbox = Mailbox(arguments["model_path"])
         (self._worker,) = arguments["custom_weight_loader"]
         # Requests that SGLang has at once.
@@ -128,7 +133,9 @@ class Host:
         self._engine.shutdown()
 
     async def _session(self) -> None:
-        loop, running, ended = asyncio.get_running_loop(), Running(), ProcessExit()
+        loop = asyncio.get_running_loop()
+        running = Running()
+        ended = ProcessExit()
         try:
             while True:
                 # The loop does not watch the pipe. SGLang brings uvloop, which would make it non-blocking: what is
@@ -158,7 +165,8 @@ class Host:
             self._pipe.send((FINISHED, running.pop(task), task.result()))
 
     async def _abort(self, running: Running) -> None:
-        self._aborting, left = True, set(running)
+        self._aborting = True
+        left = set(running)
         while left:
             # Again and again: it ends what has reached SGLang's scheduler, and some may be on their way.
             self._engine.tokenizer_manager.abort_request(abort_all=True)
@@ -179,7 +187,8 @@ class Host:
                 logprob_start_len=-1,
             )
         about = output["meta_info"]
-        logprobs, targets = about["output_token_logprobs"], about.get("output_token_ids_logprobs") or []
+        logprobs = about["output_token_logprobs"]
+        targets = about.get("output_token_ids_logprobs") or []
         return {
             "ids": list(output["output_ids"]),
             "tokens": [token for _, token, *_ in logprobs],

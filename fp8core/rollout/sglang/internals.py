@@ -11,7 +11,9 @@ from fp8core.numerics.recipe import TILE
 from fp8core.rollout.worker_policy import WorkerPolicy
 
 # Of an attention layer: our buffer, FP32 [3] for Q, K and V; and what FlashAttention multiplies scores and values by.
-_SCALES, _OF_SCORES, _OF_VALUES = "policy_scales", "k_scale", "v_scale"
+_SCALES = "policy_scales"
+_OF_SCORES = "k_scale"
+_OF_VALUES = "v_scale"
 _BACKEND = "policy_backend"
 
 
@@ -52,7 +54,8 @@ def scale_buffers(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 class SglangPolicy(WorkerPolicy):
     def describe(self) -> dict[str, Any]:
-        backend, linears = getattr(self._model, _BACKEND), list(self._linears())
+        backend = getattr(self._model, _BACKEND)
+        linears = list(self._linears())
         attention = {
             "implementation": type(backend).__name__,
             "version": backend.fa_impl_ver,
@@ -115,7 +118,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _rule_of(linear: Any) -> str:
-    weight, columns = linear.weight, linear.weight.shape[-1]
+    weight = linear.weight
+    columns = linear.weight.shape[-1]
     # Magnitudes over several powers of two, so that no group's amax / 448 is one by chance.
     x = torch.linspace(-3, 5, 4 * columns, device=weight.device).view(4, columns).to(torch.bfloat16)
     scales = linear.quant_method.quantise(x)[1].float()

@@ -33,7 +33,8 @@ class BlockFp8Linear(LinearMethodBase):
         **attributes: Any,
     ) -> None:
         """E4M3 `weight` [out, in] and FP32 `weight_scale_inv`, one a tile."""
-        rows, columns = sum(output_partition_sizes), input_size_per_partition
+        rows = sum(output_partition_sizes)
+        columns = input_size_per_partition
         codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
         scales = torch.ones(rows // TILE, columns // TILE, dtype=torch.float32)
         for name, tensor in (("weight", codes), (f"weight{SCALE_SUFFIX}", scales)):
@@ -62,7 +63,9 @@ class Fp32Head(UnquantizedEmbeddingMethod):
 class PolicyQuantisation(QuantizationConfig):
     def __init__(self, kept: frozenset[str], groups: Grouping, head: str) -> None:
         super().__init__()
-        self._kept, self._groups, self._head = kept, groups, head
+        self._kept = kept
+        self._groups = groups
+        self._head = head
 
     @classmethod
     def get_name(cls) -> str:

@@ -10,7 +10,9 @@ from torch import Tensor
 from fp8core.numerics.logprobs import drawn_tokens
 from fp8core.numerics.packed import copied
 
-SEED, TEMPERATURE, TARGET = "seed", "temperature", "target"
+SEED = "seed"
+TEMPERATURE = "temperature"
+TARGET = "target"
 """Parameters of a request: of its draws, and of a probe the token whose log-prob it asks for."""
 
 

@@ -73,7 +73,8 @@ class Mailbox:
     """One request at a time, and its answer, as files of a folder that both processes know."""
 
     def __init__(self, folder: str) -> None:
-        self._request, self._answer = Path(folder, "request.pickle"), Path(folder, "answer.pickle")
+        self._request = Path(folder, "request.pickle")
+        self._answer = Path(folder, "answer.pickle")
 
     def ask(self, method: str, arguments: tuple[Any, ...]) -> None:
         self._answer.unlink(missing_ok=True)

@@ -65,7 +65,8 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        model = vllm_config.model_config
+        parallel = vllm_config.parallel_config
         self._group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
         self._longest = model.max_model_len
         # Numbers are made in `build`: what is allocated here, vLLM's sleep takes away with the cache.
@@ -128,7 +129,8 @@ class AlignedImpl(FlashAttentionImpl):
             keys, values = keys_and_values(kv_cache, self.head_size)
             layout = keys.device, keys.shape, keys.stride()
             kernel = shared_sequence_attention(*layout, self.num_queries_per_kv, self._longest, self.products)
-            split, table = (-1, self.num_heads, self.head_size), attn_metadata.decodes.block_table
+            split = (-1, self.num_heads, self.head_size)
+            table = attn_metadata.decodes.block_table
             scales = (layer._q_scale, layer._k_scale, layer._v_scale)
             kernel(query.view(split), keys, values, table, attn_metadata.prompts, scales, output.view(split))
         return output
@@ -157,7 +159,8 @@ class AlignedForward(AlignedDecoder):
                 # vLLM has made room for columns of every row; rows of all columns take as much.
                 for parameter in linear.parameters():
                     parameter.data = parameter.data.view(parameter.shape[0] // self._ranks, -1)
-        heads, kv_heads = arch.num_heads // self._ranks, arch.num_kv_heads // self._ranks
+        heads = arch.num_heads // self._ranks
+        kv_heads = arch.num_kv_heads // self._ranks
         self.prepare(config, HeadLayout(heads, kv_heads, arch.head_dim), self.lm_head.weight.device)
 
     def forward(

@@ -26,10 +26,12 @@ class SharedKernel:
     """The kernel as layers of one engine call it: compiled and given its workspace when vLLM warms up."""
 
     def __init__(self, implementation: FlashAttentionImpl, queries: int, products: AttentionProducts) -> None:
-        self._heads, self._size = implementation.num_heads, implementation.head_size
+        self._heads = implementation.num_heads
+        self._size = implementation.head_size
         self._group = implementation.num_queries_per_kv
         self._longest = get_current_vllm_config().model_config.max_model_len
-        self._queries, self._products = queries, products
+        self._queries = queries
+        self._products = products
 
     def __call__(self, layer: Any, query: Tensor, kv_cache: Tensor, queries: Queries, output: Tensor) -> None:
         """Attention of one layer, with its scales; query and output are [tokens, heads * head_size] or split."""
@@ -43,7 +45,8 @@ class SharedKernel:
 
 def largest_decode_batch(config: Any) -> int:
     """Requests of the largest decode step under a `VllmConfig`; a captured graph is padded to its own size."""
-    requests, captured = config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size
+    requests = config.scheduler_config.max_num_seqs
+    captured = config.compilation_config.max_cudagraph_capture_size
     return max(int(requests), int(captured or 0))
 
 

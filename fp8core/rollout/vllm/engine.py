@@ -80,7 +80,8 @@ class VllmEngine(ResidentEngine):
             # Registers the quantisation method that `engine_arguments` names.
             import fp8core.rollout.vllm.in_place  # noqa: F401
         register_aligned_models()
-        self._build, self._options = build, options
+        self._build = build
+        self._options = options
         self._aligned = options.model == "aligned"
         # vLLM raises what is below its lowest temperature to that; the aligned model tempers its output itself.
         lowest = 0.0 if self._aligned else _LOWEST_TEMPERATURE
@@ -201,9 +202,11 @@ class VllmEngine(ResidentEngine):
 
 def _output(output: Any) -> Output:
     (done,) = output.outputs
-    tokens, logprobs = list(done.token_ids), done.logprobs
+    tokens = list(done.token_ids)
+    logprobs = done.logprobs
     assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
-    values, named = list(logprobs.logprobs), list(logprobs.token_ids)
+    values = list(logprobs.logprobs)
+    named = list(logprobs.token_ids)
     # The sampled token comes first, then a target that was asked for.
     target = (named[1], values[1]) if len(named) > len(tokens) else None
     assert target is not None or named == tokens, "the log-probs are not those of the tokens"

@@ -73,8 +73,10 @@ class VllmPolicy(WorkerPolicy):
         self._model.temperature = temperature
 
     def describe(self) -> dict[str, Any]:
-        model, config = self._model, self._worker.vllm_config
-        compilation, norms = config.compilation_config, config.kernel_config.ir_op_priority
+        model = self._model
+        config = self._worker.vllm_config
+        compilation = config.compilation_config
+        norms = config.kernel_config.ir_op_priority
         head = next(module.head_dtype for module in model.modules() if hasattr(module, "head_dtype"))
         return {
             "model": type(model).__name__,
@@ -93,7 +95,8 @@ class VllmPolicy(WorkerPolicy):
     def linears(self) -> dict[str, dict[str, str]]:
         found = {}
         for name, module in self._model.named_modules():
-            method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
+            method = getattr(module, "quant_method", None)
+            weight = getattr(module, "weight", None)
             if _has_experts(module):
                 kernel = getattr(method, "moe_kernel", None)
                 kernel = method if kernel is None else kernel.fused_experts

@@ -136,7 +136,8 @@ class ShardedHead(ChunkedHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 [tokens, rows], -inf in the rows of padding."""
-        share, transposed = self._share, self.weight.t()
+        share = self._share
+        transposed = self.weight.t()
         logits = (hidden @ transposed).float() if share.form == "bf16" else _fp32_product(hidden, transposed)
         logits[:, max(0, share.size - share.first) :] = -torch.inf
         return logits
@@ -159,7 +160,8 @@ class ShardedHead(ChunkedHead):
         self, hidden: Tensor, targets: Tensor, entropy: Tensor, gradients: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
         grad, grad_entropy = gradients
-        logp, flatter = self._logprobs(hidden), None
+        logp = self._logprobs(hidden)
+        flatter = None
         if grad_entropy is not None:
             # Of H by the logits, -p (log p + H); p log p is 0 where p is, as in the forward.
             above = logp.clamp_min(-1e30).add_(entropy[:, None])
@@ -194,7 +196,8 @@ class ShardedHead(ChunkedHead):
 
     def _own(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Row of each target, 0 where another GPU holds it, and bool: whether this one does."""
-        local, rows = targets - self._share.first, len(self.weight)
+        local = targets - self._share.first
+        rows = len(self.weight)
         return local.clamp(0, rows - 1), (local >= 0) & (local < rows)
 
 

@@ -63,13 +63,17 @@ class MegatronPolicy:
         deterministic: bool,
     ) -> None:
         config = TransformerConfig(**transformer_arguments(arch, contract, megatron, deterministic))
-        self.arch, self.device, self.megatron, self.rank = arch, device, megatron, own_rank()
+        self.arch = arch
+        self.device = device
+        self.megatron = megatron
+        self.rank = own_rank()
         self.model = PolicyModel(arch, megatron, config, device).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
         routed = training_formats(contract, arch.num_layers).points.routed
         for router in self.routers:
             router.rounding = routed
-        self._observing, self._valid = False, torch.empty(0)
+        self._observing = False
+        self._valid = torch.empty(0)
         rows = padded_vocabulary(arch, megatron.tensor_parallel) // megatron.tensor_parallel
         self._head = VocabularyShare(rows * self.rank.tensor, arch.vocab_size, tensor_group(), contract.training.head)
 
@@ -136,7 +140,8 @@ class MegatronPolicy:
         """Log-prob and entropy of each written token, FP32 [targets], differentiable."""
         pack = micro_batch.pack
         chosen = states[:, 0][pack.target_positions - 1]
-        weight, targets = self.model.head_weight(), pack.tokens[pack.target_positions]
+        weight = self.model.head_weight()
+        targets = pack.tokens[pack.target_positions]
         return chunked_logprobs(chosen, weight, ShardedHead(weight, self._head, temperature), targets)
 
     def _replay(self, experts: Tensor | None) -> None:

@@ -50,7 +50,9 @@ class MegatronTrainer(PolicyTrainer):
     ) -> None:
         """Raises UserError: Transformer Engine follows another scale rule than the contract's."""
         super().__init__(training, objective)
-        self.arch, self._contract, self._ranks = arch, contract, ranks
+        self.arch = arch
+        self._contract = contract
+        self._ranks = ranks
         parallel.join(training.megatron, ranks.count, device)
         self._policy = MegatronPolicy(arch, contract, training.megatron, device, training.deterministic)
         if contract.training.linear == "fp8_block":
@@ -72,7 +74,8 @@ class MegatronTrainer(PolicyTrainer):
     def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else, in the Hugging Face layout."""
         formats = rollout_formats(self._contract, self.arch.num_layers)
-        names, tiles = formats.stored_names(), formats.recipe.weights
+        names = formats.stored_names()
+        tiles = formats.recipe.weights
         stored: dict[str, Tensor] = {}
         for name, tensor in self.masters.items():
             made = stored_weights({name: tensor.to(self._policy.device)}, names, tiles)
@@ -162,7 +165,8 @@ class MegatronTrainer(PolicyTrainer):
 
     def _own_packs(self, batch: TokenBatch) -> list[CountedPack]:
         """This process's packs, on its device. All processes have equally many, so some do not count."""
-        megatron, group = self._config.megatron, parallel.data_group()
+        megatron = self._config.megatron
+        group = parallel.data_group()
         found = list(packs(batch, megatron.micro_batch_tokens, token_multiple(megatron)))
         own = range(group.rank(), len(found) + group.rank(), group.size())
         counted = (CountedPack(found[min(index, len(found) - 1)], index < len(found)) for index in own)
@@ -185,7 +189,8 @@ class MegatronTrainer(PolicyTrainer):
         # Before the first collective: a process that cannot read it would leave the others waiting.
         state = together(self._ranks, partial(read_state, folder))[0]
         self._optimiser.load(folder / SHARDS, self._policy.sharded())
-        self.version, self._updates = state.version, state.updates
+        self.version = state.version
+        self._updates = state.updates
         # The digest is that of every process's part: on another grid there are other parts.
         if state.grid == self._grid():
             check_digest(folder, self.digest(), state)

@@ -31,7 +31,8 @@ class _Made(Mapping[str, Tensor]):
     """Tensors that are made as they are asked for, and not kept: FP32 of a whole model is nowhere."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
-        self._names, self._make = list(names), make
+        self._names = list(names)
+        self._make = make
 
     def __getitem__(self, name: str) -> Tensor:
         return self._make(name)
@@ -98,7 +99,8 @@ class AdaptedMasters(SharedRows):
         for (part, _), rows in zip(stack.parts, gradient.split([rows for _, rows in stack.parts]), strict=True):
             if (pair := self._adapters.of(part)) is None:
                 continue
-            module, of_pair = part.removesuffix(".weight"), adapter_gradients(rows, *pair, self._adapters.factor)
+            module = part.removesuffix(".weight")
+            of_pair = adapter_gradients(rows, *pair, self._adapters.factor)
             for side, found in zip((LEFT, RIGHT), of_pair, strict=True):
                 before = self._gradients.get(module + side)
                 self._gradients[module + side] = found if before is None else before.add_(found)

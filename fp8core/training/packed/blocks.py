@@ -81,14 +81,16 @@ class Fp8Blocks:
     name = "fp8_block"
 
     def __init__(self, recipe: Recipe, flag: FiniteFlag) -> None:
-        self._tiles, self._flag = recipe.weights, flag
+        self._tiles = recipe.weights
+        self._flag = flag
         self._rows = recipe.activations, flag
         self._rows_and_columns = recipe.activations, recipe.tokens, flag
         self._of_gradients = recipe.gradients, recipe.tokens, flag
 
     def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
         """From rows of an FP32 master: so many of each part, which begins with a tile."""
-        narrow, quantiser = rows.bfloat16(), (self._tiles, self._flag)
+        narrow = rows.bfloat16()
+        quantiser = (self._tiles, self._flag)
         if all(part % self._tiles.rows == 0 for part in parts[:-1]):
             return e4m3.tile_codes(narrow, *quantiser)
         codes, scales = zip(*(e4m3.tile_codes(part, *quantiser) for part in narrow.split(parts)), strict=True)
@@ -97,7 +99,8 @@ class Fp8Blocks:
     def ready(self, made: Sequence[Tensor], filling: TilePadding | None) -> BlockWeight:
         codes, scales = made
         if filling is not None:
-            codes, scales = filling.fill(codes), filling.fill(scales, self._tiles.rows)
+            codes = filling.fill(codes)
+            scales = filling.fill(scales, self._tiles.rows)
         return BlockWeight((codes, scales), gemm.transpose((codes, scales)), filling)
 
     def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:

@@ -62,7 +62,10 @@ class PackedLayer(nn.Module):
         keep: Keep,
     ) -> None:
         super().__init__()
-        self.index, self._blocks, self._eps, self._keep = index, blocks, arch.rms_norm_eps, keep
+        self.index = index
+        self._blocks = blocks
+        self._eps = arch.rms_norm_eps
+        self._keep = keep
         computed = with_whole_tiles(arch) if blocks.name == "fp8_block" else arch
         self._layout = HeadLayout(computed.num_heads, computed.num_kv_heads, computed.head_dim)
         for name in _VECTORS + _LINEARS:
@@ -84,19 +87,22 @@ class PackedLayer(nn.Module):
             self._values["qkv_bias"] = filling.fill(self._values["qkv_bias"])
 
     def drop_weights(self) -> None:
-        self._weights, self._values = {}, {}
+        self._weights = {}
+        self._values = {}
 
     def forward(
         self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "LayerActivations | None" = None
     ) -> tuple[Tensor, Tensor]:
         """The stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden]. `kept` keeps
         only the minimum."""
-        blocks, weights = self._blocks, self._weights
+        blocks = self._blocks
+        weights = self._weights
         assert weights, "the weights were not made ready"
         total, operand = blocks.normed(x, added, self._norm("input_norm"))
         attended = self._attended(self._rotated(self._biased(blocks.product(operand, weights["qkv"])), shared), shared)
         if kept is not None:
-            kept.total, kept.attended = total, attended
+            kept.total = total
+            kept.attended = attended
         added = blocks.product(blocks.operand(attended.out), weights["output"])
         total, operand = blocks.normed(total, added, self._norm("post_norm"))
         inner = blocks.product(operand, weights["gate_up"])
@@ -105,10 +111,12 @@ class PackedLayer(nn.Module):
     def kept_forward(
         self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "LayerActivations"
     ) -> tuple[Tensor, Tensor]:
-        blocks, weights = self._blocks, self._weights
+        blocks = self._blocks
+        weights = self._weights
         assert weights, "the weights were not made ready"
         kept.first = first = self._first_half(x, added, shared)
-        kept.total, kept.attended = first.total, self._attended(first.rotated, shared)
+        kept.total = first.total
+        kept.attended = self._attended(first.rotated, shared)
         operand, kept.output = blocks.kept_operand(kept.attended.out)
         kept.second, total, operand = self._second_half(first.total, blocks.product(operand, weights["output"]))
         return total, blocks.product(operand, weights["down"])
@@ -124,7 +132,8 @@ class PackedLayer(nn.Module):
         """Gradients of the stream that entered, and of the vectors by name; those of linears are collected here.
 
         `total`: the first result of the pass. `kept`: what it kept, which is given up; the rest is computed again."""
-        blocks, vectors = self._blocks, dict[str, Tensor]()
+        blocks = self._blocks
+        vectors = dict[str, Tensor]()
         second = self._second_half(total, None)[0] if kept.second is None else kept.second
         kept.second = None
         grad = self._collect("down", blocks.gradients, grad_added, second.kept_inner)
@@ -141,7 +150,8 @@ class PackedLayer(nn.Module):
         grad, *of_norms = norm_rotate_backward(grad, first.qkv, *self._rotation(shared))
         vectors |= {name: each for name, each in zip(_HEAD_NORMS, of_norms, strict=True) if each is not None}
         if "qkv_bias" in self._values:
-            of_bias, filling = grad.sum(0, dtype=torch.float32), self._fillings.get("qkv_bias")
+            of_bias = grad.sum(0, dtype=torch.float32)
+            filling = self._fillings.get("qkv_bias")
             vectors["qkv_bias"] = of_bias if filling is None else filling.cut(of_bias)
         grad = self._collect("qkv", blocks.gradients, grad, first.kept)
         input_norm = self._values["input_norm"]
@@ -244,7 +254,9 @@ class _Layer(torch.autograd.Function):
         shared: LayerContext,
         *collectors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        ctx.layer, ctx.shared, ctx.kept = layer, shared, LayerActivations()
+        ctx.layer = layer
+        ctx.shared = shared
+        ctx.kept = LayerActivations()
         total, more = run(layer, x, added, shared, ctx.kept)
         ctx.save_for_backward(total)
         return total, more
@@ -252,7 +264,8 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, grad_added: Tensor) -> tuple[Tensor | None, ...]:
         (total,) = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None
+        kept = ctx.kept
+        ctx.kept = None
         grad, vectors = ctx.layer.backward(grad_total, grad_added, total, ctx.shared, kept)
         # The gradient of what was added to the residual stream is the stream's own.
         of_added = grad if ctx.needs_input_grad[1] else None
@@ -268,7 +281,8 @@ class PackedDecoder(nn.Module):
         """`recompute`: the backward computes again what `LayerActivations` need not have."""
         super().__init__()
         assert not arch.sparse_layers, "experts are not packed"
-        self.arch, self._run = arch, PackedLayer.forward if recompute else PackedLayer.kept_forward
+        self.arch = arch
+        self._run = PackedLayer.forward if recompute else PackedLayer.kept_forward
         shapes = {name: stack.shape for unit in units_of(arch) for name, stack in unit.items()}
         self.layers = nn.ModuleList(
             PackedLayer(arch, i, form, layer_stacks(arch, i), device, keep) for i, form in enumerate(blocks)
