@@ -4,11 +4,11 @@
     python docs/completion_path.py tiny-tools
 
 A small run of the configuration is made twice, with equal results. The first run shows the data of one completion of
-step 1: prompt, tokens, log-probs, text, reward and advantage. A verifier gives each text a reward of its own, so that a
-number tells whose it is. The second run is observed by a profiler while step 1 runs, until its update is done.
+step 1: prompt, tokens, log-probs, text, reward and advantage. The verifier is a hash of the text: each completion has a
+reward of its own. A profiler observes step 1 of the second run, until its update is done.
 
-A function carries the completion when an argument or a result holds any of this data: as a text, as a run of token ids
-in a list, an array or a tensor, or as the exact number. Containers, tables and objects of the project are searched six
+A function carries the completion when an argument or a result holds any of this data. It may be a text, a run of token
+ids in a list, an array or a tensor, or the exact number. Containers, tables and objects of the project are searched six
 levels deep. `self` is searched where it is a record (a dataclass or a named tuple), the run's context never. Objects
 that only hold digests (`Ref`) carry nothing, neither do activations. A type carries the data that a search finds in one
 of its instances. Types that are not declared as records are listed as holders.
@@ -57,7 +57,7 @@ _FRUITLESS = 40
 
 
 class CompletionData(NamedTuple):
-    """What identifies one completion; `numbers` are reward, advantage and its least likely log-prob."""
+    """The data of one completion; `numbers`: reward, advantage and its lowest log-prob."""
 
     texts: tuple[str, ...]
     token_runs: tuple[str, ...]
