@@ -69,7 +69,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.harness import ROOT, part_of, provenance, write_rows
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.training import CorrectionConfig, TrainingConfig
+from fp8core.config.training import CorrectionConfig, OptimiserConfig, TrainingConfig
 from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture
 from fp8core.models.families import parameter_shapes
@@ -203,7 +203,7 @@ def trainer_of(cell: Cell, arch: Architecture, device: torch.device) -> PackedTr
     contract = PrecisionContract.model_validate({"rollout": side, "training": side, **points})
     training = TrainingConfig(
         device="cuda",
-        optimiser_state="bf16",
+        optimiser=OptimiserConfig(state="bf16"),
         tokens_per_pass=cell.tokens_per_pass,
         activation_checkpointing=cell.checkpointing,
         deterministic=cell.deterministic,

@@ -8,8 +8,9 @@ from fp8core.config.training import TrainingConfig
 
 def sft_training(config: RunConfig) -> TrainingConfig:
     """Repeatable, so that runs of all trainers start from one policy. Kept is what fits it into memory."""
-    kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing", "optimiser_state")
-    return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
+    memory = dict.fromkeys(("device", "packed", "tokens_per_pass", "activation_checkpointing"), True)
+    settings = config.training.model_dump(include={**memory, "optimiser": {"state"}})
+    return TrainingConfig.model_validate(settings)
 
 
 def sft_config(config: RunConfig) -> RunConfig:

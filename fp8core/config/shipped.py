@@ -12,6 +12,11 @@ ENGINES: Final[Mapping[str, str]] = {
     "sglang": "fp8core.rollout.sglang.entry:ENGINE",
 }
 """Name in `rollout.engine` -> import path of its entry."""
+OPTIMISERS: Final[Mapping[str, str]] = {
+    "adamw": "fp8core.training.optimisers.adamw:OPTIMISER",
+    "muon": "fp8core.training.optimisers.muon:OPTIMISER",
+}
+"""Name in `training.optimiser.name` -> import path of its entry."""
 SHIPPED_ENVIRONMENTS: Final[Mapping[str, str]] = {"calculator": "Calculator", "python": "Python"}
 """Name in `environment.name` -> its class in fp8core/environments/shipped.py."""
 SHIPPED_VERIFIERS: Final = ("chain", "integer", "math-verify", "format")

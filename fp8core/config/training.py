@@ -1,10 +1,11 @@
 """The settings of an update: trainers and optimisers, adapters, which completions count, and the correction."""
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from fp8core.config.section import Section
+from fp8core.config.section import Section, choice_of
+from fp8core.config.shipped import OPTIMISERS
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -52,24 +53,35 @@ class ScheduleConfig(Section):
     )
 
 
+class OptimiserConfig(Section):
+    """The rule that updates weights by gradients; `training.learning_rate` is its rate."""
+
+    name: Annotated[str, choice_of(OPTIMISERS, "OPTIMISER")] = Field(
+        "adamw",
+        description="adamw; muon, of matrices of layers and adapters, with AdamW for the rest; or module:OPTIMISER.",
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's first moment.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of AdamW's second moment.")
+    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of Muon's momentum.")
+    weight_decay: float = Field(0.0, ge=0, le=1, description="Decoupled from the gradient.")
+    state: Literal["fp32", "bf16"] = Field("fp32", description="Packed: format of moments.")
+
+
 class TrainingConfig(Section):
     """Optimisation of the policy."""
 
     trainer: Literal["torch", "megatron"] = Field("torch", description="torch: exact on a CPU, packed on a GPU.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Of the torch trainer.")
     packed: bool | None = Field(None, description="Packed sequences; false: the exact trainer; null: on a GPU.")
-    learning_rate: float = Field(1e-4, gt=0, le=1, description="Of AdamW, at its highest.")
+    learning_rate: float = Field(1e-4, gt=0, le=1, description="Of the optimiser, at its highest.")
     warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
     learning_rate_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's first moment.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of AdamW's second moment.")
-    weight_decay: float = Field(0.0, ge=0, le=1, description="Of AdamW, decoupled from the gradient.")
+    optimiser: OptimiserConfig = Field(default_factory=OptimiserConfig)
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients of a larger norm are scaled down to it.")
     minibatches: int = Field(1, ge=1, le=1024, description="Optimiser updates per rollout batch.")
     micro_batch: int = Field(256, ge=1, le=65536, description="Sequences of one pass that is not packed.")
     tokens_per_pass: int = Field(16384, ge=128, le=1 << 22, description="Tokens of one packed pass.")
     activation_checkpointing: bool = Field(False, description="Packed: recompute inside layers for the backward.")
-    optimiser_state: Literal["fp32", "bf16"] = Field("fp32", description="Packed: format of AdamW's moments.")
     reduce_gradients: Literal["per_update", "per_pass"] = Field(
         "per_update",
         description="Packed ranks exchange gradients once an update (ZeRO stage 1), or in each pass (stage 2).",
@@ -86,15 +98,29 @@ class TrainingConfig(Section):
     def _settings_agree(self) -> "TrainingConfig":
         if self.lora is not None and self.trainer == "megatron":
             raise ValueError("lora with trainer=megatron, which has no adapters; set trainer to torch, or lora to null")
+        if self.optimiser.name != "adamw" and self.trainer == "megatron":
+            name = self.optimiser.name
+            raise ValueError(f"optimiser.name={name} with trainer=megatron, which has AdamW alone; set it to adamw")
         if self.device == "cuda" and self.packed is False:
             raise ValueError("device=cuda with packed=false: the exact trainer computes on a CPU; set packed to null")
-        # One step changes the second moment by 1 - beta2 of itself; BF16 resolves 2^-8.
-        if self.optimiser_state == "bf16" and self.beta2 > 0.99:
-            raise ValueError(f"beta2={self.beta2}: a second moment in BF16 would not move; lower it to 0.99 or less")
-        # At 0.99 the first moment stops short of a steady gradient by a sixth.
-        if self.trainer == "torch" and self.computes_packed and self.optimiser_state == "bf16" and self.beta1 > 0.95:
-            raise ValueError(f"beta1={self.beta1}: a first moment in BF16 stops too soon; lower it to 0.95 or less")
+        self._check_narrow_moments()
         return self
+
+    def _check_narrow_moments(self) -> None:
+        settings = self.optimiser
+        if settings.state == "fp32":
+            return
+        # One step changes the second moment by 1 - beta2 of itself; BF16 resolves 2^-8.
+        if settings.beta2 > 0.99:
+            raise ValueError(
+                f"optimiser.beta2={settings.beta2}: a second moment in BF16 would not move; lower it to 0.99 or less"
+            )
+        # At 0.99 the first moment stops short of a steady gradient by a sixth.
+        for name in ("beta1", "momentum"):
+            if self.trainer == "torch" and self.computes_packed and (decay := getattr(settings, name)) > 0.95:
+                raise ValueError(
+                    f"optimiser.{name}={decay}: a first moment in BF16 stops too soon; lower it to 0.95 or less"
+                )
 
 
 class WeightingConfig(Section):

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8core import durable
 from fp8core.config.derived import sft_training
 from fp8core.config.run import WarmStartConfig
-from fp8core.config.training import TrainingConfig
+from fp8core.config.training import OptimiserConfig, TrainingConfig
 from fp8core.data.demonstrations import (
     TokenisedDemonstration,
     chain_demonstrations,
@@ -42,7 +42,7 @@ from fp8core.store.json_text import canonical_json, parse_model
 from fp8core.store.ledger import START
 from fp8core.store.manifest import library_versions
 from fp8core.store.tables import STREAM
-from fp8core.training.exact import AdamW
+from fp8core.training.optimisers.optimiser import Optimiser
 from fp8core.training.registry import trainer_of
 from fp8core.training.saved_state import header_of
 from fp8core.training.trainer import NotFiniteError, SftTrainer
@@ -181,7 +181,6 @@ def _train(
 
 
 _MAX_GRAD_NORM = 1.0
-_BETAS = (0.9, 0.95)
 
 
 def train_on_demonstrations(
@@ -214,7 +213,7 @@ class ReferenceSftTrainer:
     def __init__(self, arch: Architecture, initial: Mapping[str, Tensor]) -> None:
         self._masters = {name: tensor.float().clone().requires_grad_(True) for name, tensor in initial.items()}
         self._decoder = Decoder(arch, reference_formats(arch.num_layers))
-        self._optimiser = AdamW(self._masters, _BETAS, weight_decay=0.0)
+        self._optimiser = Optimiser(OptimiserConfig(), self._masters)
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -224,12 +223,13 @@ class ReferenceSftTrainer:
         loss = self._cross_entropy(batch)
         if not math.isfinite(loss.item()):
             return loss.item()
-        self._optimiser.drop_gradients()
+        for master in self._masters.values():
+            master.grad = None
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(self._masters.values()), _MAX_GRAD_NORM)
         if not math.isfinite(norm.item()):
             raise NotFiniteError(f"the gradient norm is {norm.item()}")
-        self._optimiser.step(learning_rate)
+        self._optimiser.update({name: master.grad for name, master in self._masters.items()}, learning_rate)
         return loss.item()
 
     def store_weights(self, store: ArtifactStore) -> Ref:

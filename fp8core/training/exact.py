@@ -1,4 +1,4 @@
-"""The trainer in plain torch: FP32 master weights, AdamW, the forward and backward of the contract."""
+"""The trainer in plain torch: FP32 master weights, the forward and backward of the contract."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
@@ -28,7 +27,6 @@ from fp8core.models.weights import (
     stored_weights,
     training_formats,
 )
-from fp8core.numerics.adamw import EPS, MOMENT_NAMES
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.progress import tell_progress
@@ -36,6 +34,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights, adapter_refusals, learning_linears
 from fp8core.training.micro_batch import FlatScores, MicroBatchTrainer
+from fp8core.training.optimisers.optimiser import Optimiser
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
 from fp8core.training.saved_state import (
@@ -49,48 +48,6 @@ from fp8core.training.saved_state import (
     write_state,
 )
 from fp8core.training.update_gain import Tile, UpdateGain, sampled_tiles
-
-
-class AdamW:
-    """`torch.optim.AdamW` to the bit, by its function: the class imports torch's compiler, which takes seconds."""
-
-    def __init__(self, trainable: Mapping[str, Tensor], betas: tuple[float, float], weight_decay: float) -> None:
-        self._trainable, self._betas, self._weight_decay = trainable, betas, weight_decay
-        self.state: dict[str, Tensor] = {}
-
-    def drop_gradients(self) -> None:
-        for tensor in self._trainable.values():
-            tensor.grad = None
-
-    @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        found = {name: (tensor, tensor.grad) for name, tensor in self._trainable.items() if tensor.grad is not None}
-        for name, (tensor, _) in found.items():
-            if f"step/{name}" not in self.state:
-                self.state[f"step/{name}"] = torch.zeros(())
-                self.state |= {f"{moment}/{name}": torch.zeros_like(tensor) for moment in MOMENT_NAMES}
-        first, second = ([self.state[f"{moment}/{name}"] for name in found] for moment in MOMENT_NAMES)
-        adamw(
-            [tensor for tensor, _ in found.values()],
-            [grad for _, grad in found.values()],
-            first,
-            second,
-            [],
-            [self.state[f"step/{name}"] for name in found],
-            amsgrad=False,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            lr=learning_rate,
-            weight_decay=self._weight_decay,
-            eps=EPS,
-            maximize=False,
-        )
-
-    def shapes(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the shapes of a saved state."""
-        updated = {name: tensor for name, tensor in self._trainable.items() if f"step/{name}" in saved}
-        counts = {f"step/{name}": torch.zeros(()) for name in updated}
-        return counts | {f"{moment}/{name}": tensor for name, tensor in updated.items() for moment in MOMENT_NAMES}
 
 
 class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
@@ -118,7 +75,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         self._shipped_formats = shipped_formats
         # By the formats of parameters; what is shipped and what passes read is often one.
         self._prepared: dict[StoredNames, PreparedWeights] = {}
-        self._optimiser = AdamW(self._policy.trainable, (training.beta1, training.beta2), training.weight_decay)
+        self._optimiser = Optimiser(training.optimiser, self._policy.trainable)
         tiles = sampled_tiles(learning_linears(parameter_shapes(arch), training.lora))
         names, grouping = shipped_formats.stored_names(), shipped_formats.recipe.weights
         # Every rank has all of them.
@@ -161,8 +118,8 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         super()._backward(loss, last)
         if self._ranks.count > 1:
             # Each part's gradient is kept by itself, so that `summed` can add them as one process does.
-            self._parts.append([trainable.grad for trainable in self._policy.trainable.values()])
-            self._optimiser.drop_gradients()
+            self._parts.append([tensor.grad for tensor in self._policy.trainable.values()])
+            self._clear_gradients()
 
     def _finish_gradients(self) -> None:
         if self._ranks.count > 1:
@@ -173,13 +130,18 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
     def _step(self, learning_rate: float) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_(list(self._policy.trainable.values()), self._config.max_grad_norm))
         if math.isfinite(norm):
-            self._optimiser.step(learning_rate)
+            gradients = {name: tensor.grad for name, tensor in self._policy.trainable.items()}
+            self._optimiser.update(gradients, learning_rate)
             self._changed()
         return norm
 
     def _drop_gradients(self) -> None:
         self._parts = []
-        self._optimiser.drop_gradients()
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for tensor in self._policy.trainable.values():
+            tensor.grad = None
 
     def _score(
         self,
@@ -235,7 +197,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         check_base(folder, self._policy.base, state)
         saved, moments = read_tensors(folder / MASTERS), read_tensors(folder / OPTIMISER)
         check_shapes(folder / MASTERS, saved, self._policy.trainable)
-        check_shapes(folder / OPTIMISER, moments, self._optimiser.shapes(moments))
+        check_shapes(folder / OPTIMISER, moments, self._optimiser.like(moments))
         self._optimiser.state = dict(moments)
         for name, tensor in self._policy.trainable.items():
             tensor.data.copy_(saved[name])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
@@ -15,6 +16,7 @@ from fp8core.resources.memory import (
     ROUTER,
     Need,
     Part,
+    Shapes,
     StoredBytes,
     count,
     count_parameters,
@@ -23,11 +25,13 @@ from fp8core.resources.memory import (
 )
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.lora import adapter_shapes
+from fp8core.training.optimisers.optimiser import find_optimiser, moment_elements
 
 # CUDA context, GEMM workspaces, communication buffers, a chunk of logits. An estimate.
 WORKSPACE = 2_000_000_000
 # CUDA context, communication. An estimate.
 AT_REST = 2_000_000_000
+MomentFormat = Literal["fp32", "bf16"]
 MASTER_WEIGHTS, MOMENTS = "master weights", "optimiser states"
 """Of what stays between steps, the items that a checkpoint has."""
 
@@ -59,19 +63,27 @@ class Parallel:
     expert: int = 1
 
 
-def state_of(owned: int) -> tuple[Need, Need]:
-    return Need(MASTER_WEIGHTS, owned * FP32_BYTES, "FP32"), Need(MOMENTS, 2 * owned * FP32_BYTES, "AdamW, FP32")
+def state_of(config: RunConfig, arch: Architecture, gpus: int, form: MomentFormat) -> tuple[Need, Need]:
+    owned = math.ceil(count_parameters(arch).total / gpus)
+    return Need(MASTER_WEIGHTS, owned * FP32_BYTES, "FP32"), _moments(config, parameter_shapes(arch), gpus, form)
 
 
-def adapted_state(config: RunConfig, arch: Architecture, gpus: int, moment_bytes: int) -> tuple[Need, ...]:
+def _moments(config: RunConfig, shapes: Shapes, gpus: int, form: MomentFormat, of: str = "") -> Need:
+    settings = config.training.optimiser
+    elements = math.ceil(moment_elements(settings, shapes) / gpus)
+    width = {"fp32": FP32_BYTES, "bf16": BF16_BYTES}[form]
+    return Need(MOMENTS, elements * width, f"{find_optimiser(settings).name}, {form.upper()}{of}")
+
+
+def adapted_state(config: RunConfig, arch: Architecture, gpus: int, form: MomentFormat) -> tuple[Need, ...]:
     """Where adapters learn, each GPU has all of them."""
     lora, shapes = config.training.lora, parameter_shapes(arch)
     assert lora is not None, "the caller asked"
-    trainable = count(adapter_shapes(shapes, lora))
+    trainable = adapter_shapes(shapes, lora)
     return (
         Need("frozen weights", math.ceil(count(shapes) * BF16_BYTES / gpus), "BF16"),
-        Need(MASTER_WEIGHTS, trainable * FP32_BYTES, "FP32, of adapters"),
-        Need(MOMENTS, 2 * trainable * moment_bytes, "AdamW, of adapters"),
+        Need(MASTER_WEIGHTS, count(trainable) * FP32_BYTES, "FP32, of adapters"),
+        _moments(config, trainable, 1, form, ", of adapters"),
     )
 
 
@@ -113,8 +125,8 @@ def cut_parameters(arch: Architecture, parallel: Parallel) -> Part:
 def host_state(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     """Masters and optimiser states of a trainer that computes on the host; its checkpoints hold them."""
     if config.training.lora is not None:
-        return adapted_state(config, arch, 1, FP32_BYTES)
-    return state_of(count_parameters(arch).total)
+        return adapted_state(config, arch, 1, "fp32")
+    return state_of(config, arch, 1, "fp32")
 
 
 def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:

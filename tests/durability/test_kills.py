@@ -30,6 +30,17 @@ def test_a_run_that_is_killed_at_ten_points_equals_one_that_was_not(new_training
     training.must_have_committed_once(whole)
 
 
+def test_updates_of_muon_are_equal_after_kills(new_training, tmp_path):
+    """The second is redone from the first checkpoint, and the fourth has its momentum from the redone third."""
+    muon = {"training.optimiser.name": "muon", "checkpoint.every": 2}
+    expected, training = (new_training("by_muon", runs=tmp_path / name, **muon) for name in ("whole", "killed"))
+    assert expected.live().finished
+    for point in ({"before": "2 train"}, {"after": "3 train"}, {"after": "4 step"}):
+        assert training.live(**point).killed
+    assert training.live().finished
+    training.must_equal(expected)
+
+
 def test_of_a_step_that_was_cut_only_unfinished_groups_are_generated(new_training, whole):
     training = new_training("cut in the rollout")
     assert training.live(after="3 group 1").killed

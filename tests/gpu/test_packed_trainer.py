@@ -183,7 +183,7 @@ def test_three_steps_are_the_same_twice(name: str) -> None:
     batch = batch_of(packed(kept).logprobs(rows(), 1.0, scales).logprobs, rows())
     digests = []
     for checkpointing in (False, False, True):
-        trainer = packed(kept, activation_checkpointing=checkpointing, optimiser_state="bf16")
+        trainer = packed(kept, activation_checkpointing=checkpointing, optimiser={"state": "bf16"})
         digests.append([trainer.step(batch, 1.0, scales).digest for _ in range(3)])
     assert digests[0] == digests[1]
     assert digests[0] == digests[2], "with layers computed again"

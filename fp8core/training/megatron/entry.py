@@ -135,7 +135,7 @@ _REPEATABLE = "repeatable backward; none with training.deterministic=false"
 def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     parameters = held(cut_parameters(arch, parallel))
     weights = Need("weights", parameters * BF16_BYTES, "BF16"), Need("gradients", parameters * FP32_BYTES, "FP32")
-    return *state_of(math.ceil(count_parameters(arch).total / parallel.gpus)), *weights
+    return *state_of(config, arch, parallel.gpus, "fp32"), *weights
 
 
 def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:

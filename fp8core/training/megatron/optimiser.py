@@ -35,9 +35,9 @@ class MegatronOptimiser:
         config = OptimizerConfig(
             optimizer="adam",
             lr=training.learning_rate,
-            weight_decay=training.weight_decay,
-            adam_beta1=training.beta1,
-            adam_beta2=training.beta2,
+            weight_decay=training.optimiser.weight_decay,
+            adam_beta1=training.optimiser.beta1,
+            adam_beta2=training.optimiser.beta2,
             clip_grad=training.max_grad_norm,
             bf16=model.config.bf16,
             params_dtype=model.config.params_dtype,

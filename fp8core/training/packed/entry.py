@@ -25,14 +25,15 @@ from fp8core.rl.objective import Objective
 from fp8core.rollout.registry import engine_entry, longest_sequence
 from fp8core.training.lora import adapter_refusals
 from fp8core.training.memory import (
-    MASTER_WEIGHTS,
     MOMENTS,
     Parallel,
     TrainerMemory,
     adapted_state,
     exported_in_one_piece,
     gradients,
+    state_of,
 )
+from fp8core.training.optimisers.optimiser import find_optimiser
 from fp8core.training.packed.masters import layer_stacks
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
@@ -110,7 +111,6 @@ def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
     yield Product("bf16", arch.vocab_size, arch.hidden_size, range(1, min(chunk, tokens[-1]) + 1))
 
 
-_MOMENT_BYTES = {"fp32": FP32_BYTES, "bf16": BF16_BYTES}
 # CUDA context, GEMM workspaces, and the larger of a chunk of logits with what is made of it and what attention's
 # backward takes (`kernels.attention_backward.MOST_BYTES`). An estimate.
 _WORKSPACE = 4_000_000_000
@@ -121,10 +121,8 @@ _AT_REST = 8_000_000_000
 
 def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     if config.training.lora is not None:
-        return adapted_state(config, arch, parallel.gpus, _MOMENT_BYTES[config.training.optimiser_state])
-    owned, form = math.ceil(count_parameters(arch).total / parallel.gpus), config.training.optimiser_state
-    moments = Need(MOMENTS, 2 * owned * _MOMENT_BYTES[form], f"AdamW, {form.upper()}")
-    return Need(MASTER_WEIGHTS, owned * FP32_BYTES, "FP32"), moments
+        return adapted_state(config, arch, parallel.gpus, config.training.optimiser.state)
+    return state_of(config, arch, parallel.gpus, config.training.optimiser.state)
 
 
 def _scoring(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
@@ -204,6 +202,12 @@ def _check(config: RunConfig, node: Node) -> Iterator[str]:
         yield (
             f"cluster.ranks={config.cluster.ranks}: on a CPU training.packed trains in one process; set it to 1, or "
             "training.packed to false"
+        )
+    optimiser = config.training.optimiser
+    if config.cluster.ranks > 1 and config.training.lora is None and find_optimiser(optimiser).whole_tensors:
+        yield (
+            f"training.optimiser.name={optimiser.name}: each of {config.cluster.ranks} packed ranks has rows of a "
+            "matrix, and an update needs all of it; set it to adamw, or cluster.ranks to 1"
         )
     yield from contract_refusals(config.precision, config.training.device, node.platform)
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8core.config.training import TrainingConfig
+from fp8core.config.training import OptimiserConfig, TrainingConfig
 from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_files import StoredSpec, create_file, write_rows
 from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, stored_weights
-from fp8core.numerics.adamw import MOMENT_NAMES, AdamWStep, adamw
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.elementwise import KERNELS
@@ -29,12 +28,13 @@ from fp8core.numerics.packed import (
     PackedSequences,
     packed_length,
 )
-from fp8core.resources.memory import count_parameters
+from fp8core.resources.memory import Shapes, count_parameters
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.lora import learning_linears
 from fp8core.training.micro_batch import FlatScores, MicroBatchTrainer
+from fp8core.training.optimisers.optimiser import Update, rules_of
 from fp8core.training.packed.adapted import AdaptedMasters, PackedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks, InvariantBf16Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder
@@ -102,7 +102,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         forms = formats.training.attention, bf16
         self._attention, self._unscaled = (PackedAttention(form, formats.longest) for form in forms)
         self._gradients: dict[str, Tensor] = {}
-        self._optimiser = InPlaceAdamW(self._masters.trainable(), training)
+        self._optimiser = InPlaceOptimiser(training.optimiser, self._masters.trainable(), self._masters.learnt_shapes)
         tiles = sampled_tiles(learning_linears(self._masters.shapes, training.lora))
         own = [tile for tile in tiles if tile.row in self._masters.rows_of(tile.name)]
         stored, grouping = formats.rollout.stored_names(), formats.rollout.recipe.weights
@@ -250,7 +250,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         if math.isfinite(norm):
             self._decoder.drop_weights()
             factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
-            self._optimiser.step(self._masters.trainable(self._gradients), learning_rate, factor)
+            self._optimiser.update(self._masters.trainable(self._gradients), learning_rate, factor)
         return norm
 
     def _drop_gradients(self) -> None:
@@ -270,7 +270,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     def save(self, folder: Path) -> None:
         """The files do not depend on the number of ranks, each of which writes its rows."""
-        moments, form = self._optimiser.moments(), STORED[self._config.optimiser_state]
+        moments, form = self._optimiser.moments(), STORED[self._config.optimiser.state]
         shapes, digest = self._masters.learnt_shapes, self.digest()
         masters = [StoredSpec(name, "F32", shape) for name, shape in shapes.items()]
         specs = [StoredSpec(name, form, shapes[name.partition("/")[2]]) for name in moments]
@@ -339,32 +339,31 @@ _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STORED = {"fp32": "F32", "bf16": "BF16"}
 
 
-class InPlaceAdamW:
-    def __init__(self, masters: Mapping[str, Tensor], training: TrainingConfig) -> None:
-        self._masters, self._config = dict(masters), training
+class InPlaceOptimiser:
+    """Own rows of tensors that all learn in each update. `shapes`: of the whole tensors."""
+
+    def __init__(self, settings: OptimiserConfig, masters: Mapping[str, Tensor], shapes: Shapes) -> None:
+        self._masters, self._dtype = dict(masters), _FORMATS[settings.state]
+        self._rules = rules_of(settings, shapes, "kernels")
         self.updates = 0
         self._moments: dict[str, Tensor] | None = None
 
     def moments(self) -> dict[str, Tensor]:
-        """By `exp_avg/<name>` and `exp_avg_sq/<name>`; the first call makes them, in memory new to torch's cache."""
+        """By `<moment>/<name>`; the first call makes them, in memory new to torch's cache."""
         if self._moments is None:
             torch.cuda.empty_cache()
-            dtype = _FORMATS[self._config.optimiser_state]
             self._moments = {
-                f"{moment}/{name}": torch.zeros_like(master, dtype=dtype)
+                f"{moment}/{name}": torch.zeros_like(master, dtype=self._dtype)
                 for name, master in self._masters.items()
-                for moment in MOMENT_NAMES
+                for moment in self._rules[name].moments
             }
         return self._moments
 
-    def step(self, gradients: Mapping[str, Tensor], learning_rate: float, gradient_factor: float) -> None:
+    def update(self, gradients: Mapping[str, Tensor], learning_rate: float, gradient_factor: float) -> None:
         self.updates += 1
-        config = self._config
-        step = AdamWStep.at(
-            self.updates, learning_rate, (config.beta1, config.beta2), config.weight_decay, gradient_factor
-        )
-        moments = self.moments()
+        update, state = Update(self.updates, learning_rate, gradient_factor), self.moments()
         for name, master in self._masters.items():
             if len(master):
-                first, second = (moments[f"{moment}/{name}"] for moment in MOMENT_NAMES)
-                adamw(master, gradients[name].contiguous(), first, second, step)
+                rule = self._rules[name]
+                moments = [state[f"{moment}/{name}"] for moment in rule.moments]
+                rule.update(master, gradients[name].contiguous(), moments, update)

@@ -3,16 +3,20 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fp8core.config.load import load_config
 from fp8core.models.checkpoint import initial_weights
+from fp8core.models.families import parameter_shapes
 from fp8core.models.hub import model_shape
 from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.numerics.recipe import POW2
 from fp8core.resources.memory import cache_bytes_per_token, count_parameters, shipped_bytes
 from fp8core.run.build import build_trainer
+from fp8core.training.lora import adapter_shapes
 from fp8core.training.megatron import entry as megatron
 from fp8core.training.memory import Parallel, host_needs
+from fp8core.training.optimisers.optimiser import Optimiser
 
 DENSE, EXPERTS = 1_541_093_376, 28_991_029_248  # Of Qwen3-30B-A3B; 48 layers of 128 experts of 3 x 2048 x 768.
 TOTAL, LINEARS = 8_190_735_360, 6_945_767_424  # Of Qwen3-8B.
@@ -82,6 +86,20 @@ def test_the_host_holds_what_the_torch_trainer_allocates():
     masters = sum(tensor.nbytes for tensor in trainer.masters.values())
     needs = by_item(host_needs(config, arch))
     assert needs["master weights"] == needs["gradients"] == needs["optimiser states"] // 2 == masters
+
+
+@pytest.mark.parametrize("settings", [{}, {"training.lora": {"rank": 4}}], ids=["weights", "adapters"])
+def test_muon_has_one_moment_for_matrices_and_two_for_the_rest(settings):
+    config = load_config("tiny", {"training.optimiser.name": "muon", **settings})
+    arch = model_shape(config)
+    adapters = config.training.lora is not None
+    shapes = adapter_shapes(parameter_shapes(arch), config.training.lora) if adapters else parameter_shapes(arch)
+    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    optimiser = Optimiser(config.training.optimiser, weights)
+    optimiser.update(weights, learning_rate=1e-3)
+    state = sum(tensor.nbytes for name, tensor in optimiser.state.items() if not name.startswith("step/"))
+    (need,) = (need for need in host_needs(config, arch) if need.item == "optimiser states")
+    assert (need.bytes, need.note) == (state, "Muon, FP32, of adapters" if adapters else "Muon, FP32")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ BF16 = PrecisionContract(
 )
 LORA = LoraConfig(rank=3, alpha=7.0, targets=["q_proj", "o_proj", "up_proj", "down_proj"])
 # With beta1 = 0 and no clipping the first moment of AdamW is the gradient.
-BARE = {"beta1": 0.0, "max_grad_norm": 1e9, "learning_rate": 0.01, "warmup_steps": 0}
+BARE = {"optimiser": {"beta1": 0.0}, "max_grad_norm": 1e9, "learning_rate": 0.01, "warmup_steps": 0}
 
 
 def exact(masters, contract, arch, lora, seed=0):

@@ -35,7 +35,7 @@ BF16 = PrecisionContract(
     rounding_points="kernels",
 )
 # With beta1 = 0 and no clipping the first moment of AdamW is the gradient.
-BARE = {"beta1": 0.0, "max_grad_norm": 1e9}
+BARE = {"optimiser": {"beta1": 0.0}, "max_grad_norm": 1e9}
 SHAPES = {
     "qwen3": {},
     "llama": {"family": "llama"},
@@ -151,14 +151,14 @@ def live_tensors() -> list[torch.Tensor]:
 
 
 def test_it_learns_the_same_twice_and_on_from_a_checkpoint(learnt, packed_of, architecture, tmp_path) -> None:
-    for state in ("fp32", "bf16"):
-        trainer, learn = learnt(optimiser_state=state)
+    for settings in ({"state": "fp32"}, {"state": "bf16"}, {"name": "muon", "state": "bf16"}):
+        trainer, learn = learnt(optimiser=settings)
         trainer.save(tmp_path)
-        restored = packed_of(FP8, architecture(), TrainingConfig(optimiser_state=state))
+        restored = packed_of(FP8, architecture(), TrainingConfig(optimiser=settings))
         restored.load(tmp_path)
         assert (restored.version, restored.digest()) == (2, trainer.digest())
         assert asdict(learn(restored)) == asdict(learn(trainer))
-        assert restored.digest() == trainer.digest() == learnt(3, optimiser_state=state)[0].digest()
+        assert restored.digest() == trainer.digest() == learnt(3, optimiser=settings)[0].digest()
 
 
 def test_what_is_exported_is_what_the_exact_trainer_exports(packed_of, trainer_of, arch) -> None:
