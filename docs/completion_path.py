@@ -4,14 +4,16 @@
     python docs/completion_path.py tiny-tools
 
 A small run of the configuration is made twice, with equal results. The first run shows the data of one completion of
-step 1: prompt, tokens, log-probs, text, reward and advantage. A verifier gives each text a reward of its own, so that a
-number tells whose it is. The second run is observed by a profiler while step 1 runs, until its update is done.
+step 1: prompt, tokens, log-probs, text, reward and advantage. The verifier is a hash of the text: each completion has a
+reward of its own. A profiler observes step 1 of the second run, until its update is done.
 
-A function carries the completion when an argument or a result holds any of this data: as a text, as a run of token ids
-in a list, an array or a tensor, or as the exact number. Containers, tables and objects of the project are searched six
+A function carries the completion when an argument or a result holds any of this data. It may be a text, a run of token
+ids in a list, an array or a tensor, or the exact number. Containers, tables and objects of the project are searched six
 levels deep. `self` is searched where it is a record (a dataclass or a named tuple), the run's context never. Objects
-that only hold digests (`Ref`) carry nothing, neither do activations. A type carries the data that a search finds in one
-of its instances. Types that are not declared as records are listed as holders.
+that only hold digests (`Ref`) carry nothing, neither do activations. Below `fp8core.numerics`, where a completion is a
+row of numbers without a name, functions are not searched. A type carries the data that a search finds in one of its
+instances. Listed are types that pass from file to file: what only the file of its class passes is private to it. Types
+that are not declared as records are holders.
 """
 
 import dataclasses
@@ -37,6 +39,7 @@ from fp8core.run.refusals import graph_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("fp8core", "tasks", "flows")
+ARITHMETIC = "fp8core/numerics/"
 SMALL = {
     "steps": 1,
     "warm_start.steps": 2,
@@ -57,7 +60,7 @@ _FRUITLESS = 40
 
 
 class CompletionData(NamedTuple):
-    """What identifies one completion; `numbers` are reward, advantage and its least likely log-prob."""
+    """The data of one completion; `numbers`: reward, advantage and its lowest log-prob."""
 
     texts: tuple[str, ...]
     token_runs: tuple[str, ...]
@@ -141,7 +144,7 @@ class Search:
         self._fruitless: dict[CodeType, int] = {}
         self._first: CodeType | None = None
         self._ended = False
-        self._busy = threading.local()
+        self._busy, self._file = threading.local(), ""
 
     def observe(self, frame: FrameType, event: str, result: Any) -> None:
         code = frame.f_code
@@ -164,7 +167,7 @@ class Search:
         return self._first is not None
 
     def _search_call(self, frame: FrameType, event: str, result: Any, place: str) -> None:
-        code = frame.f_code
+        code, self._file = frame.f_code, place.partition(":")[0]
         if self._fruitless.get(code, 0) > _FRUITLESS:
             return
         values = [result] if event == "return" else [*_arguments(frame, code)]
@@ -196,7 +199,7 @@ class Search:
         if not any([self._holds(part, depth - 1, above | {id(value)}) for part in parts]):
             return False
         kind = type(value)
-        if kind.__module__.partition(".")[0] in PACKAGES:
+        if kind.__module__.partition(".")[0] in PACKAGES and f"{kind.__module__.replace('.', '/')}.py" != self._file:
             (self.types if _is_record(value) else self.holders)[f"{kind.__module__}.{kind.__qualname__}"] = None
         return True
 
@@ -217,7 +220,8 @@ def _place_of(code: CodeType) -> str | None:
     if not code.co_filename.startswith(str(ROOT)) or code.co_name.startswith("<"):
         return None
     file = Path(code.co_filename).relative_to(ROOT).as_posix()
-    return f"{file}:{code.co_qualname}" if file.partition("/")[0] in PACKAGES else None
+    searched = file.partition("/")[0] in PACKAGES and not file.startswith(ARITHMETIC)
+    return f"{file}:{code.co_qualname}" if searched else None
 
 
 def _arguments(frame: FrameType, code: CodeType) -> Iterator[Any]:

@@ -8,22 +8,19 @@ from fp8core.store.artifacts import Ref
 from fp8core.store.tables import TURNS
 from tasks.step import step
 
-_INPUTS = {"sync_report": "sync_report", "next_policy": "policy", "next_scales": "scales"}
 
-
-@step(inputs=_INPUTS, outputs={"evaluation": "evaluation"})
+@step(
+    inputs={"sync_report": "sync_report", "next_policy": "policy", "next_scales": "scales"},
+    outputs={"evaluation": "evaluation"},
+    outputs_where={"environment": {"heldout_turns": "turns"}},
+)
 def evaluate(
     run: RunContext, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
 ) -> dict[str, Ref]:
     """Every `evaluation.every` steps and at the last; the evaluation of other steps is empty."""
-    return heldout_artifacts(run, index) if _due(run, index) else stored_evaluation(run, {}, None)
-
-
-@step(inputs=_INPUTS, outputs={"heldout_turns": "turns", "evaluation": "evaluation"})
-def evaluate_episodes(
-    run: RunContext, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
-) -> dict[str, Ref]:
-    return heldout_artifacts(run, index) if _due(run, index) else stored_evaluation(run, {}, TURNS.empty_table())
+    if _due(run, index):
+        return heldout_artifacts(run, index)
+    return stored_evaluation(run, {}, None if run.config.environment is None else TURNS.empty_table())
 
 
 def _due(run: RunContext, index: int) -> bool:

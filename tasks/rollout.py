@@ -1,51 +1,101 @@
 """Generate the completions of an iteration; finished groups, and finished episodes, are durable as they come."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pyarrow as pa
+import torch
 
 from fp8core.config.steps import NoOptions
+from fp8core.rl.batch import column, pad, padded
 from fp8core.rollout.stream import Row, Stream, StreamLimits
+from fp8core.run.batches import token_batch
 from fp8core.run.context import RunContext
-from fp8core.run.rollouts import answers, check_episodes, row_tables, stored_endings
-from fp8core.run.stream_writer import StreamPrompts, StreamWriter
+from fp8core.run.resume import behaviour_logprobs, verified_rows
+from fp8core.run.rollouts import answers, check_episodes, row_tables, stored_endings, turns_of
+from fp8core.run.stream_writer import StreamPrompts, StreamWriter, opened_stream, table_in_flight
 from fp8core.store.artifacts import Ref
+from fp8core.store.tables import LOGPROBS
+from fp8core.training.trainer import LogprobError, first_differing
 from tasks.step import step
 
 
 @step(
-    inputs={"prompts": "prompts", "policy": "policy", "scales": "scales"},
+    inputs={"policy": "policy", "scales": "scales"},
+    inputs_where={"synchronous": {"prompts": "prompts"}, "ahead": {"stream": "stream"}},
     outputs={"rollouts": "rollouts"},
+    outputs_where={
+        "environment": {"turns": "turns"},
+        "ahead": {"prompts": "prompts", "left": "stream", "behaviour": "behaviour"},
+    },
 )
-def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
-    """Policy and scales order the steps and enter the key: the last sync gave both to the engine."""
-    rollouts, _ = _generate(run, index, prompts)
-    return {"rollouts": run.directory.store.put_table("rollouts", rollouts)}
+def rollout(
+    run: RunContext,
+    index: int,
+    options: NoOptions,
+    policy: Ref,
+    scales: Ref,
+    prompts: Ref | None = None,
+    stream: Ref | None = None,
+) -> dict[str, Ref]:
+    """Answer the prompts, or what `stream` has of this step; what else is in flight there writes as long.
 
-
-@step(
-    inputs={"prompts": "prompts", "policy": "policy", "scales": "scales"},
-    outputs={"turns": "turns", "rollouts": "rollouts"},
-)
-def episodes(run: RunContext, index: int, options: NoOptions, prompts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
-    """Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment."""
-    store, (rollouts, turns) = run.directory.store, _generate(run, index, prompts)
-    assert turns is not None, "an environment answered"
-    check_episodes(run, index, turns)
-    return {"turns": store.put_table("turns", turns), "rollouts": store.put_table("rollouts", rollouts)}
-
-
-def _generate(run: RunContext, index: int, prompts: Ref) -> tuple[pa.Table, pa.Table | None]:
-    asked = run.directory.store.get_table(prompts)
-    source, questions = StreamPrompts(run, {index: asked}), asked.drop_columns(["tokens"]).to_pylist()
+    Policy and scales order the steps and enter the key: the last sync gave both to the engine. Raises UserError: every
+    episode ended before the policy's first turn, or by a failure of the environment."""
+    store, config = run.directory.store, run.config
+    given = {} if prompts is None else {index: store.get_table(prompts)}
+    source = StreamPrompts(run, given)
+    if stream is None:
+        opened = Stream([], StreamLimits(len(given[index]), 0, None), index - 1)
+    else:
+        opened = opened_stream(run, stream, index - 1)
 
     def verify(rows: Sequence[Row]) -> None:
         """The verifier may begin while others are generated."""
-        endings = stored_endings(*row_tables(rows, run.config, run.tokenizer))
-        run.verifier.begin(answers(questions, endings))
+        due = [row for row in rows if row.batch == index]
+        questions = [source.row(index, group) for group in sorted({row.group for row in due})]
+        run.verifier.begin(answers(questions, stored_endings(*row_tables(due, config, run.tokenizer))))
 
-    writer = StreamWriter(run, index, source, [], verify)
-    rows = Stream([], StreamLimits(len(asked), 0, None), index - 1).complete(index, None, writer, source.enter)
-    writer.attach_turns(rows)
+    writer, judged = StreamWriter(run, index, source, opened.rows, verify), opened.whole()
+    # No episode can be cut where the longest one of others ends.
+    together = config.pipeline.mode == "asynchronous" and config.environment is None
+    rows = opened.complete(index, config.pipeline.chunk_tokens if together else None, writer, source.enter)
+    writer.attach_turns([*rows, *opened.rows])
     run.sleep_engine()
-    return row_tables(rows, run.config, run.tokenizer)
+    # Before the log-probs are verified: some episode must have a token for that.
+    if index not in judged:
+        check_episodes(run, index, turns_of(rows))
+    numbers = {place: number for number, place in enumerate(sorted({(row.batch, row.group) for row in rows}))}
+    rows = [replace(row, group=numbers[row.batch, row.group]) for row in rows]
+    rollouts, turns = row_tables(rows, config, run.tokenizer)
+    outputs = {"rollouts": store.put_table("rollouts", rollouts)}
+    if turns is not None:
+        outputs["turns"] = store.put_table("turns", turns)
+    if stream is None:
+        return outputs
+    return outputs | {
+        "prompts": store.put_table("prompts", source.table([*numbers])),
+        "left": store.put_table("stream", table_in_flight(run, opened.rows)),
+        "behaviour": store.put_table("behaviour", behaviour_table(run, index, rollouts, rows)),
+    }
+
+
+def behaviour_table(run: RunContext, index: int, rollouts: pa.Table, rows: Sequence[Row]) -> pa.Table:
+    """Raises LogprobError: the loss takes the rollout's log-probs as they are, and one of these is not equal."""
+    chosen = verified_rows(run, index, padded(rollouts["written"], torch.bool, False))
+    versions = pad([rows[i].versions for i in chosen], torch.int64, -1)
+    taken = rollouts.take(chosen)
+    scored = behaviour_logprobs(run, token_batch(taken), versions)
+    if run.config.logprobs.source == "rollout":
+        for row, ours in zip(taken.to_pylist(), scored[0], strict=True):
+            theirs, policy_mask = torch.tensor(row["logprobs"]), torch.tensor(row["written"])
+            if differing := first_differing(theirs, ours[: len(theirs)], policy_mask):
+                raise LogprobError(f"group {row['group']}, sample {row['sample']}, {differing}; no update was begun")
+    lengths = (versions >= 0).sum(dim=1).numpy()
+    columns = {
+        "group": pa.array([rows[i].group for i in chosen], pa.int32()),
+        "sample": pa.array([rows[i].sample for i in chosen], pa.int32()),
+        "logprobs": column(scored[0], lengths),
+        "entropy": column(scored[1], lengths),
+    }
+    return pa.table(columns, schema=LOGPROBS)

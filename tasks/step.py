@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from pydantic import BaseModel
 
-from fp8core.config.steps import NoOptions, Step, StepSpec
+from fp8core.config.steps import Feature, NoOptions, Step, StepSpec
 from fp8core.store.artifacts import Ref
 
 StepFunction = Callable[..., dict[str, Ref]]
@@ -23,10 +23,11 @@ def step(
     optional_inputs: Mapping[str, str] | None = None,
     options: type[BaseModel] = NoOptions,
     redo: bool = False,
+    inputs_where: Mapping[Feature, Mapping[str, str]] | None = None,
+    outputs_where: Mapping[Feature, Mapping[str, str]] | None = None,
+    carries: Mapping[str, str] | None = None,
 ) -> Callable[[StepFunction], Step]:
-    """Declare a step: port -> kind of artifact.
-
-    `redo`: it changes the live trainer, so a restored run executes it again from its stored inputs."""
+    """Declare a step: port -> kind of artifact; the other arguments are those of `StepSpec`."""
 
     def declare(function: StepFunction) -> Step:
         function.spec = StepSpec(  # type: ignore[attr-defined]
@@ -36,6 +37,9 @@ def step(
             optional_inputs=dict(optional_inputs or {}),
             options=options,
             redo=redo,
+            inputs_where=dict(inputs_where or {}),
+            outputs_where=dict(outputs_where or {}),
+            carries=dict(carries or {}),
         )
         return function  # type: ignore[return-value]
 

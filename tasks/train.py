@@ -27,15 +27,11 @@ from tasks.step import step
 
 
 @step(
-    inputs={
-        "rollouts": "rollouts",
-        "rewards": "rewards",
-        "logprobs": "logprobs",
-        "policy": "policy",
-        "scales": "scales",
-    },
+    inputs={"rollouts": "rollouts", "rewards": "rewards", "policy": "policy", "scales": "scales"},
+    inputs_where={"scoring_pass": {"logprobs": "logprobs"}},
     optional_inputs={"reference": "logprobs", "teacher": "logprobs", "turns": "turns"},
     outputs={"next_policy": "policy", "train_report": "train_report", "advantages": "advantages"},
+    outputs_where={"scoring_update": {"logprobs": "logprobs", "kv_statistics": "kv_statistics"}},
     redo=True,
 )
 def train(
@@ -44,50 +40,23 @@ def train(
     options: NoOptions,
     rollouts: Ref,
     rewards: Ref,
-    logprobs: Ref,
     policy: Ref,
     scales: Ref,
+    logprobs: Ref | None = None,
     **signals: Ref,
 ) -> dict[str, Ref]:
-    store, trainer = run.directory.store, trainer_of_policy(run, policy)
-    table = store.get_table(rollouts, UPDATE_COLUMNS)
-    batch = update_batch(run, table, store.get_table(logprobs), rewards, signals)
-    report = trainer.step(batch, run.config.rollout.temperature, read_scales(run, scales).layers)
-    return stored_update(run, report, batch, table)
+    """Without `logprobs` the forwards of the updates score the rollouts.
 
-
-@step(
-    inputs={"rollouts": "rollouts", "rewards": "rewards", "policy": "policy", "scales": "scales"},
-    optional_inputs={"reference": "logprobs", "teacher": "logprobs", "turns": "turns"},
-    outputs={
-        "next_policy": "policy",
-        "train_report": "train_report",
-        "advantages": "advantages",
-        "logprobs": "logprobs",
-        "kv_statistics": "kv_statistics",
-    },
-    redo=True,
-)
-def train_scoring(
-    run: RunContext,
-    index: int,
-    options: NoOptions,
-    rollouts: Ref,
-    rewards: Ref,
-    policy: Ref,
-    scales: Ref,
-    **signals: Ref,
-) -> dict[str, Ref]:
-    """The forwards of the updates score the rollouts.
-
-    Old log-probs are those of the one forward, or the rollout's own (`logprobs.source`). An audited one that differs
-    fails the step before the first update. Rows that a filter dropped have scores too."""
+    Old log-probs are then those of the one forward, or the rollout's own (`logprobs.source`). An audited one that
+    differs fails the step before the first update. Rows that a filter dropped have scores too."""
     store, trainer, config = run.directory.store, trainer_of_policy(run, policy), run.config
-    assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
-    version = trainer.version
-    versions = ["versions"] if ratio_holds_age(config) else []
+    version, temperature, layers = trainer.version, config.rollout.temperature, read_scales(run, scales).layers
+    versions = ["versions"] if logprobs is None and ratio_holds_age(config) else []
     table = store.get_table(rollouts, [*UPDATE_COLUMNS, *versions])
-    batch = update_batch(run, table, None, rewards, signals)
+    batch = update_batch(run, table, None if logprobs is None else store.get_table(logprobs), rewards, signals)
+    if logprobs is not None:
+        return stored_update(run, trainer.step(batch, temperature, layers), batch, table)
+    assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     sampled = config.logprobs.source == "rollout"
     if sampled:
         keys, compared = enumerate(keys_of(table)), compared_rows(config, index, batch.policy_mask).tolist()
@@ -95,7 +64,7 @@ def train_scoring(
         batch = replace(batch, audited=audited)
         if versions and (older := padded(table["versions"], torch.int64, version) < version).any():
             batch = replace(batch, stale_mask=older)
-    report, scored = trainer.scored_step(batch, config.rollout.temperature, read_scales(run, scales).layers)
+    report, scored = trainer.scored_step(batch, temperature, layers)
     if sampled:
         scored = replace(scored, logprobs=torch.where(batch.fresh_mask, batch.rollout_logprobs, scored.logprobs))
     scored_batch = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=scored.logprobs)

@@ -7,7 +7,7 @@ below, too. A mapping over a list of named items (the steps of the pipeline) mer
     replace: {reward: {uses: "mine:score", needs: [prompts, rollouts]}}
     insert:  [{after: reward, step: {name: keep, uses: "mine:keep", needs: [rewards], provides: {rewards: kept}}}]
     remove:  [evaluate]
-    rewire:  {train: {rewards: kept}}      # port -> artifact; null disconnects the port
+    rewire:  {train: {rewards: kept}}      # port -> artifact; null disconnects an optional port
 """
 
 import re
@@ -194,8 +194,7 @@ def _edited(below: Any, edit: str, asked: Any) -> list[dict[str, Any]]:
         for name, ports in asked.items():
             written = steps[index(name)].get("needs", [])
             needs = dict(written) if isinstance(written, Mapping) else {port: port for port in written}
-            connected = {port: artifact for port, artifact in (needs | ports).items() if artifact is not None}
-            steps[index(name)] = {**steps[index(name)], "needs": connected}
+            steps[index(name)] = {**steps[index(name)], "needs": needs | ports}
     return steps
 
 

@@ -1,7 +1,6 @@
 """Reading configurations: YAML files with bases, overrides, and where each value came from.
 
 A configuration is a stack of layers (`config.layers`): the deepest `base` first, then the file, then each override.
-Where pipeline.yaml is at the bottom, the changes of its steps that mode, environment and log-probs need lie above it.
 """
 
 import hashlib
@@ -81,9 +80,6 @@ def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for key in {**before, **after}
         if before.get(key) != after.get(key)
     ]
-    if any(line.startswith("pipeline.mode: ") for line in found):
-        # Another mode has other steps, which nobody has set.
-        found = [line for line in found if not line.startswith(("pipeline.steps.", "pipeline.carries."))]
     if new["steps"] < old["steps"]:
         found.insert(0, f"steps: {old['steps']} -> {new['steps']} (a run may get more steps, not fewer)")
     return found
@@ -138,35 +134,14 @@ def _validated(tree: Layer) -> RunConfig:
 
 # --- files ---
 
-_PIPELINE = SHIPPED / "pipeline.yaml"
-
 
 def _tree(name_or_path: str, overrides: Overrides) -> Layer:
     path = _locate(name_or_path)
-    files = _file_layers(path)
-    layers = [*files.values(), *_override_layers(overrides)]
-    if _PIPELINE in files:
-        above = list(files).index(_PIPELINE) + 1
-        layers[above:above] = [_file_layer(SHIPPED / "pipeline" / name) for name in _declared_changes(layers)]
-    tree = stacked(layers)
+    tree = stacked([*_file_layers(path), *_override_layers(overrides)])
     if path.resolve().parent == SHIPPED and tree.values.get("name") is None:
         shipped = ", ".join(shipped_names())
         raise UserError(f"configuration {name_or_path}: only a base for others; shipped: {shipped}")
     return tree
-
-
-def _declared_changes(layers: Sequence[Layer]) -> list[str]:
-    values = {key: value for layer in layers for key, value in nodes(layer.values)}
-    is_ahead = values.get("pipeline.mode") in ("one_step_off", "asynchronous")
-    has_environment = values.get("environment") is not None
-    scores_in_update = values.get("logprobs.source") in ("training", "rollout")
-    changes = {
-        "ahead.yaml": is_ahead,
-        "environment.yaml": has_environment,
-        "environment-ahead.yaml": is_ahead and has_environment,
-        "scoring-update.yaml": scores_in_update,
-    }
-    return [name for name, needed in changes.items() if needed]
 
 
 def _locate(name_or_path: str) -> Path:
@@ -181,11 +156,11 @@ def _locate(name_or_path: str) -> Path:
     raise UserError(f"configuration {name_or_path or repr(name_or_path)}: there is no such {kind}; {hint}")
 
 
-def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> dict[Path, Layer]:
+def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Layer]:
     """The file's bases, deepest first, and the file."""
     layer = _file_layer(path)
     if "base" not in layer.values:
-        return {path.resolve(): layer}
+        return [layer]
     base, place = layer.values.pop("base"), layer.places.pop("base")
     if not isinstance(base, str):
         raise UserError(f"{place}: base: must be one file or shipped name")
@@ -198,7 +173,7 @@ def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> dict[Path, Layer
         raise UserError(f"{place}: base: {missing}{near}")
     if below in chain:
         raise UserError(f"{place}: base: {' -> '.join(each.name for each in (*chain, below))} is a cycle")
-    return _file_layers(below, chain) | {path.resolve(): layer}
+    return [*_file_layers(below, chain), layer]
 
 
 def _file_layer(path: Path) -> Layer:

@@ -1,6 +1,7 @@
 """The section `pipeline`: the steps of one iteration by import path, what each reads and stores, and their mode.
 
-A port that `needs` or `provides` does not mention has the artifact of its own name.
+A port that `needs` or `provides` does not mention has the artifact of its own name. An input that may be missing
+(`StepSpec.optional_inputs`) is connected where there is such an artifact.
 """
 
 from typing import Any, Literal
@@ -8,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from fp8core.config.section import Section
+from fp8core.config.steps import Feature
 
 
 class StepConfig(Section):
@@ -15,11 +17,18 @@ class StepConfig(Section):
 
     name: str = Field(min_length=1, max_length=60, pattern=r"^[a-z][a-z0-9_]*$", description="Name of the step.")
     uses: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="Import path: `tasks.rollout:rollout`.")
-    needs: dict[str, str] | list[str] = Field(default_factory=list, description="Artifacts, or port -> artifact.")
+    needs: dict[str, str | None] | list[str] = Field(
+        default_factory=list, description="Artifacts, or port -> artifact; null leaves an optional port unconnected."
+    )
     provides: dict[str, str] = Field(default_factory=dict, description="Output port -> artifact, to rename an output.")
     options: dict[str, Any] = Field(default_factory=dict, alias="with", description="Options of this step.")
+    when: Feature | None = Field(
+        None,
+        description="Only with an environment, a synchronous mode, generation ahead of the update, log-probs of a pass "
+        "or of the update; null: always.",
+    )
 
-    def inputs(self) -> dict[str, str]:
+    def inputs(self) -> dict[str, str | None]:
         return dict(self.needs) if isinstance(self.needs, dict) else {name: name for name in self.needs}
 
 

@@ -20,6 +20,7 @@ from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import RewardConfig
 from fp8core.config.section import Section, UserPath, UserSource, choice_of
 from fp8core.config.shipped import ENGINES, OPTIMISERS, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS, is_shipped
+from fp8core.config.steps import Feature
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.errors import without_passwords
 
@@ -209,6 +210,18 @@ class RunConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     parity: ParityConfig = Field(default_factory=ParityConfig)
     pipeline: PipelineConfig
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """Those that the steps of the pipeline depend on: a step, an input or an output may be there only with one."""
+        features: dict[Feature, bool] = {
+            "environment": self.environment is not None,
+            "synchronous": self.pipeline.mode == "synchronous",
+            "ahead": self.pipeline.mode != "synchronous",
+            "scoring_pass": self.logprobs.source == "pass",
+            "scoring_update": self.logprobs.source != "pass",
+        }
+        return frozenset(feature for feature, present in features.items() if present)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":

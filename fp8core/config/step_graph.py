@@ -1,21 +1,22 @@
 """The graph of one iteration: an edge is an artifact, from the step that provides it to each step that needs it."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
+from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 
 from fp8core.config.pipeline import PipelineConfig, StepConfig
 from fp8core.config.section import refusal, suggestion
-from fp8core.config.steps import StepSpec
+from fp8core.config.steps import Feature, StepSpec
 from fp8core.errors import UserError
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """`inputs` and `outputs` map a port to its artifact."""
+    """`spec`: with the ports of this configuration; `inputs` and `outputs` map a port to its artifact."""
 
     name: str
     uses: str
@@ -52,35 +53,56 @@ class StepGraph:
 
 
 def check_pipeline(
-    pipeline: PipelineConfig, carried_kinds: Mapping[str, str], resolve: Callable[[str], StepSpec]
+    pipeline: PipelineConfig,
+    carried_kinds: Mapping[str, str],
+    resolve: Callable[[str], StepSpec],
+    features: Collection[Feature] = (),
 ) -> StepGraph:
-    """`carried_kinds`: of artifacts before the first iteration. Raises UserError, with the place and the reason."""
+    """The graph of a configuration with these features; the only place where they decide about steps and ports.
+
+    `carried_kinds`: of artifacts before the first iteration. Raises UserError, with the place and the reason.
+    """
     names = [step.name for step in pipeline.steps]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"step {repeated[0]}: two steps have this name")
-    steps = [_connect(step, resolve) for step in pipeline.steps]
-    producers = _producers(steps, pipeline.carries)
+    present = {step.name: step for step in pipeline.steps if step.when is None or step.when in features}
+    steps = [_connect(step, resolve, features) for step in present.values()]
+    handed_over = {start: step.outputs[port] for step in steps for start, port in step.spec.carries.items()}
+    carries = {**pipeline.carries, **handed_over}
+    producers = _producers(steps, carries)
     kinds = {artifact: step.spec.outputs[port] for step in steps for port, artifact in step.outputs.items()}
-    _check_carried(pipeline.carries, carried_kinds, kinds)
-    kinds |= {artifact: carried_kinds[artifact] for artifact in pipeline.carries}
+    _check_carried(carries, carried_kinds, kinds)
+    kinds |= {artifact: carried_kinds[artifact] for artifact in carries}
+    steps = [_connect_optional(step, present[step.name].inputs(), kinds) for step in steps]
     for step in steps:
         _check_inputs(step, kinds)
-    return StepGraph(tuple(_ordered(steps, producers)), dict(pipeline.carries))
+    return StepGraph(tuple(_ordered(steps, producers)), carries)
 
 
-def _connect(step: StepConfig, resolve: Callable[[str], StepSpec]) -> PlannedStep:
+def _connect(step: StepConfig, resolve: Callable[[str], StepSpec], features: Collection[Feature]) -> PlannedStep:
     try:
-        spec = resolve(step.uses)
+        declared = resolve(step.uses)
     except UserError as error:
         raise UserError(f"step {step.name}: {error}") from error
-    inputs = step.inputs()
-    _check_port_names(step.name, "input", inputs, spec.input_kinds)
-    _check_port_names(step.name, "output", step.provides, spec.outputs)
+    every, spec, needs = declared.under(get_args(Feature)), declared.under(features), step.inputs()
+    _check_port_names(step.name, "input", needs, every.input_kinds)
+    _check_port_names(step.name, "output", step.provides, every.outputs)
+    by_name = {port: port for port in spec.inputs if port not in declared.inputs}
+    named = {port: artifact for port, artifact in {**by_name, **needs}.items() if port in spec.input_kinds}
+    inputs = {port: artifact for port, artifact in named.items() if artifact is not None}
     missing = [port for port in spec.inputs if port not in inputs]
     if missing:
         raise UserError(f"step {step.name}: needs does not name the required input {missing[0]}")
     outputs = {port: step.provides.get(port, port) for port in spec.outputs}
     return PlannedStep(step.name, step.uses, spec, inputs, outputs, _options(step, spec))
+
+
+def _connect_optional(step: PlannedStep, needs: Collection[str], kinds: Mapping[str, str]) -> PlannedStep:
+    """With each optional input that `needs` does not mention, where another step provides what it is named after."""
+    free = {port: kind for port, kind in step.spec.optional_inputs.items() if port not in needs}
+    own = step.outputs.values()
+    found = {port: port for port, kind in free.items() if kinds.get(port) == kind and port not in own}
+    return replace(step, inputs={**step.inputs, **found})
 
 
 def _check_port_names(step: str, direction: str, ports: Iterable[str], known: Mapping[str, str]) -> None:

@@ -1,8 +1,8 @@
 """The declaration of a step: any callable with an attribute `spec`, found by its import path (`uses`)."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
 
@@ -15,12 +15,22 @@ class NoOptions(Section):
     """The options of a step, or of a loss, that has none."""
 
 
+Feature = Literal["environment", "synchronous", "ahead", "scoring_pass", "scoring_update"]
+"""What a configuration has (`RunConfig.features`), as far as steps and their ports depend on it."""
+
+
 @dataclass(frozen=True)
 class StepSpec:
     """`inputs`, `outputs` and `optional_inputs` map a port to the kind of its artifact.
 
-    A pipeline must connect every port of `inputs`. `options` is the model of `with`. A step with `redo` changes the
-    live trainer: a restored run executes it again from its stored inputs and compares.
+    A pipeline must connect every port of `inputs`. A port of `optional_inputs` is connected where an artifact of its
+    name and kind exists. `options` is the model of `with`. A step with `redo` changes the live trainer: a restored run
+    executes it again from its stored inputs and compares.
+
+    Attributes:
+        inputs_where, outputs_where: feature -> further ports, of configurations that have the feature. Such an input
+            is required, and reads the artifact of its own name where `needs` names no other one.
+        carries: artifact of the next iteration -> the output port that becomes it.
     """
 
     name: str
@@ -29,10 +39,21 @@ class StepSpec:
     optional_inputs: Mapping[str, str] = field(default_factory=dict)
     options: type[BaseModel] = NoOptions
     redo: bool = False
+    inputs_where: Mapping[Feature, Mapping[str, str]] = field(default_factory=dict)
+    outputs_where: Mapping[Feature, Mapping[str, str]] = field(default_factory=dict)
+    carries: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         both = self.inputs.keys() & self.optional_inputs.keys()
         assert not both, f"step {self.name}: ports both required and optional: {sorted(both)}"
+
+    def under(self, features: Collection[Feature]) -> "StepSpec":
+        """The step of a configuration that has these features."""
+        inputs, outputs = (
+            {**ports, **{port: kind for one, more in where.items() if one in features for port, kind in more.items()}}
+            for ports, where in ((self.inputs, self.inputs_where), (self.outputs, self.outputs_where))
+        )
+        return replace(self, inputs=inputs, outputs=outputs, inputs_where={}, outputs_where={})
 
     @property
     def input_kinds(self) -> dict[str, str]:

@@ -180,11 +180,14 @@ def _busy(tasks: Iterable[TaskEntry]) -> float:
 
 def compared_artifacts(view: RunView) -> tuple[str, str]:
     """Rollouts and log-probs that the metrics compare; ahead, these are by the versions that wrote the tokens."""
-    steps = [] if view.config is None else [step.inputs() for step in view.config.pipeline.steps]
-    compared = {"rollouts": "rollouts", "logprobs": "logprobs"}
-    compared = next((inputs for inputs in steps if compared.keys() <= inputs.keys()), compared)
-    logprobs = next((inputs["behaviour"] for inputs in steps if "behaviour" in inputs), compared["logprobs"])
-    return compared["rollouts"], logprobs
+    compared = {"rollouts": "rollouts", "logprobs": "logprobs", "behaviour": "behaviour"}
+    if view.config is None:
+        return compared["rollouts"], compared["logprobs"]
+    # The step that records metrics names both.
+    steps = [step.inputs() for step in view.config.pipeline.steps]
+    named = next((inputs for inputs in steps if {"rollouts", "logprobs"} <= inputs.keys()), {})
+    compared |= {port: artifact for port, artifact in named.items() if artifact is not None}
+    return compared["rollouts"], compared["behaviour" if "ahead" in view.config.features else "logprobs"]
 
 
 def _removed(view: RunView) -> list[str]:

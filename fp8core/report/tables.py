@@ -17,7 +17,6 @@ from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
 from fp8core.report.run_verdict import rollout_speed
 from fp8core.report.summary import compared_tokens, first_steps, last_steps
 from fp8core.store import metrics
-from fp8core.store.diff import without_steps_of_modes
 from fp8core.store.metrics import History, series
 
 
@@ -122,7 +121,8 @@ def difference_table(runs: Sequence[RunData]) -> Table:
     values = {key: [one.get(key, "absent") for one in settings] for one in settings for key in one}
     rows = [
         (key, "no" if key.partition(".")[0] in NON_NUMERIC_KEYS else "yes", *values[key])
-        for key in without_steps_of_modes([key for key in values if len(set(values[key])) > 1])
+        for key in values
+        if len(set(values[key])) > 1
     ]
     return Table("Settings that differ", ["setting", "changes numbers", *(run.label for run in runs)], rows)
 

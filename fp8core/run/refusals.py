@@ -36,19 +36,18 @@ def graph_on(config: RunConfig, platform: str) -> StepGraph:
 
 def pipeline_of(config: RunConfig) -> StepGraph:
     uses = {step.uses for step in config.pipeline.steps}
-    _check_declared_steps(config, uses)
-    graph = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
+    graph = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec, config.features)
     if not any("metrics" in planned.spec.outputs.values() for planned in graph.steps):
         raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
     if config.loss.reference_kl and not any("reference" in planned.inputs for planned in graph.steps):
         raise UserError(
             f"loss.reference_kl={config.loss.reference_kl} needs log-probs of the reference policy: insert the step "
-            "tasks.reference:reference, and rewire train: {reference: reference} (as configs/careful.yaml does)"
+            "tasks.reference:reference (as configs/careful.yaml does)"
         )
     if config.loss.distillation.weight and not any("teacher" in planned.inputs for planned in graph.steps):
         raise UserError(
             f"loss.distillation.weight={config.loss.distillation.weight} needs log-probs of the teacher: insert the "
-            "step tasks.teacher:teacher, and rewire train: {teacher: teacher} (as configs/distil.yaml does)"
+            "step tasks.teacher:teacher (as configs/distil.yaml does)"
         )
     if config.loss.distillation.teacher is None and TEACHER in uses:
         raise UserError(f"step {TEACHER}: loss.distillation.teacher names no checkpoint")
@@ -61,19 +60,6 @@ def pipeline_of(config: RunConfig) -> StepGraph:
     _check_source(config)
     _check_ahead(config)
     return graph
-
-
-def _check_declared_steps(config: RunConfig, uses: set[str]) -> None:
-    has_environment = config.environment is not None
-    is_ahead = config.pipeline.mode != "synchronous"
-    for setting, needed, steps in (
-        (f"pipeline.mode={config.pipeline.mode}", is_ahead, ("tasks.stream:finish", "tasks.stream:finish_episodes")),
-        ("environment", has_environment, ("tasks.rollout:episodes", "tasks.stream:finish_episodes")),
-        (f"logprobs.source={config.logprobs.source}", config.logprobs.source != "pass", ("tasks.train:train_scoring",)),
-    ):
-        if needed == uses.isdisjoint(steps):
-            found = f"none of {', '.join(steps)}" if needed else next(step for step in steps if step in uses)
-            raise UserError(f"{setting}: pipeline.steps has {found}; take the steps of `base: pipeline.yaml`")
 
 
 def _check_source(config: RunConfig) -> None:

@@ -12,11 +12,12 @@ from fp8core.progress import tell_progress
 from fp8core.rl.batch import routes, routes_column
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
 from fp8core.rollout.episodes import Begun, Episode, Pool
-from fp8core.rollout.stream import GroupPlace, Row
+from fp8core.rollout.stream import GroupPlace, Row, Stream, StreamLimits
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import EpisodePlayer, RecordedPool, begun_of, seconds_of
 from fp8core.run.rollouts import prompt_table, row_of, shards_of
-from fp8core.store.tables import EXPERTS, PLAYED_EPISODES, TURNS
+from fp8core.store.artifacts import Ref
+from fp8core.store.tables import EXPERTS, PLAYED_EPISODES, STREAM, STREAM_OF_EPISODES, TURNS
 
 _Sample = tuple[int, int, int]
 """Batch, group and sample."""
@@ -223,6 +224,21 @@ class StreamWriter:
             number = self._number((row["batch"], row["group"]))
             rows += [{"group": number, "sample": row["sample"], **turn} for turn in row["turns"]]
         return pa.Table.from_pylist(rows, schema=TURNS)
+
+
+def opened_stream(run: RunContext, stream: Ref, left: int) -> Stream:
+    pipeline, prompts = run.config.pipeline, run.config.rollout.drawn_prompts
+    # One step ahead, episodes are played to their end: those of the next step enter when all of this step are over.
+    whole = run.config.environment is not None and pipeline.mode == "one_step_off"
+    most = prompts if whole else pipeline.max_inflight_prompts
+    pace = StreamLimits(prompts, pipeline.max_staleness, most)
+    rows = stream_rows(run.directory.store.get_table(stream))
+    return Stream(rows, pace, left)
+
+
+def table_in_flight(run: RunContext, rows: Sequence[Row]) -> pa.Table:
+    schema = STREAM if run.config.environment is None else STREAM_OF_EPISODES
+    return stream_table(rows, schema)
 
 
 def stream_rows(table: pa.Table) -> list[Row]:

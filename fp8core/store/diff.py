@@ -163,15 +163,8 @@ def _settings(ours: RunView, theirs: RunView) -> list[Difference]:
     left, right = (
         leaves(run.description.config if run.config is None else public_dump(run.config)) for run in (ours, theirs)
     )
-    differing = without_steps_of_modes([key for key in {**left, **right} if left.get(key) != right.get(key)])
+    differing = [key for key in {**left, **right} if left.get(key) != right.get(key)]
     return [Difference(key, left.get(key), right.get(key)) for key in differing]
-
-
-def without_steps_of_modes(differing: list[str]) -> list[str]:
-    """Another mode has other steps, which nobody has set."""
-    if "pipeline.mode" not in differing:
-        return differing
-    return [key for key in differing if not key.startswith(("pipeline.steps.", "pipeline.carries."))]
 
 
 def _metric(runs: Sequence[RunView], step: int) -> Difference | None:

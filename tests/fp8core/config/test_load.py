@@ -1,6 +1,7 @@
 """Loading: bases, overrides, edits of the pipeline, refusals as one line, origins, and comparisons."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,6 @@ def write(path: Path, text: str) -> Path:
 
 def step_names(config: RunConfig) -> list[str]:
     return [step.name for step in config.pipeline.steps]
-
-
-def uses(config: RunConfig) -> dict[str, str]:
-    return {step.name: step.uses for step in config.pipeline.steps}
 
 
 def needs(config: RunConfig, name: str) -> dict[str, str]:
@@ -160,7 +157,7 @@ def test_steps_are_inserted_rewired_replaced_and_removed(tmp_path: Path) -> None
     assert steps["reward"].uses == "mine:score"
     assert steps["keep"].options == {"x": 1}
     assert needs(config, "train") == {**needs(load_config("tiny"), "train"), "rewards": "kept"}
-    assert "evaluation" not in needs(config, "record")
+    assert needs(config, "record")["evaluation"] is None
     assert needs(config, "sync")["next_stream"] == "s"
     found = origins(str(path))
     assert found["pipeline.steps.keep.uses"] == f"{path}:4"
@@ -173,50 +170,45 @@ CALCULATOR = {"environment": {"name": "calculator"}}
 
 
 @pytest.mark.parametrize(
-    ("settings", "changed"),
+    ("settings", "absent", "further"),
     [
-        ({}, {}),
-        (AHEAD, {"prompts": None, "rollout": "stream:finish", "ahead": "stream:ahead"}),
-        ({"pipeline.mode": "one_step_off"}, {"prompts": None, "rollout": "stream:finish", "ahead": "stream:ahead"}),
-        (CALCULATOR, {"rollout": "rollout:episodes", "evaluate": "evaluate:evaluate_episodes"}),
+        ({}, {"ahead"}, {}),
+        (AHEAD, {"prompts"}, {"rollout": {"prompts", "left", "behaviour"}}),
+        ({"pipeline.mode": "one_step_off"}, {"prompts"}, {"rollout": {"prompts", "left", "behaviour"}}),
+        (CALCULATOR, {"ahead"}, {"rollout": {"turns"}, "evaluate": {"heldout_turns"}}),
         (
             AHEAD | CALCULATOR,
-            {
-                **{"prompts": None, "rollout": "stream:finish_episodes", "ahead": "stream:ahead"},
-                "evaluate": "evaluate:evaluate_episodes",
-            },
+            {"prompts"},
+            {"rollout": {"prompts", "left", "behaviour", "turns"}, "evaluate": {"heldout_turns"}},
         ),
-        ({"logprobs.source": "training"}, {"logprobs": None, "train": "train:train_scoring"}),
+        ({"logprobs.source": "training"}, {"ahead", "logprobs"}, {"train": {"logprobs", "kv_statistics"}}),
     ],
 )
-def test_mode_environment_and_source_choose_the_steps_below_the_users_changes(settings, changed) -> None:
-    plain, config = load_config("dapo"), load_config("dapo", settings)
-    expected = uses(plain) | {step: path and f"tasks.{path}" for step, path in changed.items()}
-    assert uses(config) == {step: path for step, path in expected.items() if path is not None}
+def test_mode_environment_and_source_choose_the_steps_and_their_ports(settings, absent, further) -> None:
+    config = load_config("dapo", settings)
+    assert config.pipeline.steps == load_config("dapo").pipeline.steps
     graph = pipeline_of(config)
-    train = next(planned for planned in graph.steps if planned.name == "train")
-    assert train.inputs["rewards"] == "filtered"
-    readers = {step.name for step in config.pipeline.steps if "turns" in step.inputs()}
+    assert {step.name for step in config.pipeline.steps} - {step.name for step in graph.steps} == absent
+    by_name = {step.name: step for step in graph.steps}
+    always = {"rollout": {"rollouts"}, "evaluate": {"evaluation"}}
+    always["train"] = {"next_policy", "train_report", "advantages"}
+    assert {name: set(by_name[name].outputs) for name in always} == {
+        name: outputs | further.get(name, set()) for name, outputs in always.items()
+    }
+    assert by_name["train"].inputs["rewards"] == "filtered"
+    assert ("logprobs" in by_name["train"].inputs) == ("logprobs.source" not in settings)
+    readers = {step.name for step in graph.steps if "turns" in step.inputs}
     assert readers == ({"reward", "train", "record"} if "environment" in settings else set())
     assert ("next_stream" in graph.carries.values()) == ("pipeline.mode" in settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({"pipeline.mode": "asynchronous"}, "pipeline.mode=asynchronous: pipeline.steps has none of tasks.stream:fin"),
-        (
-            {"environment": {"name": "calculator"}},
-            "environment: pipeline.steps has none of tasks.rollout:episodes, tasks",
-        ),
-        ({"logprobs.source": "training"}, "logprobs.source=training: pipeline.steps has none of tasks.train:train_sc"),
-    ],
-)
-def test_a_list_of_steps_that_does_not_fit_the_settings_is_refused(settings, line) -> None:
-    steps = public_dump(load_config("tiny"))["pipeline"]["steps"]
-    with pytest.raises(UserError) as caught:
-        pipeline_of(load_config("tiny", settings | {"pipeline.steps": steps, "pipeline.carries": {}}))
-    assert str(caught.value).startswith(line)
+def test_an_optional_port_is_left_open_where_the_configuration_says_so() -> None:
+    def rewards_read(**rewired: object) -> Mapping[str, str]:
+        config = load_config("tiny", CALCULATOR | {"pipeline.rewire": rewired})
+        return next(step.inputs for step in pipeline_of(config).steps if step.name == "reward")
+
+    assert rewards_read()["turns"] == "turns"
+    assert "turns" not in rewards_read(reward={"turns": None})
 
 
 # --- mistakes ---
@@ -261,7 +253,7 @@ def test_a_bad_override_is_refused(override: str, message: str) -> None:
         ("base: tiny\nsteps: 1\nsteps: 2\n", "mine.yaml:3:1: key steps is already given in line 2"),
         ("base: tiny\nsteps: !!python/name:os.system x\n", "mine.yaml:2:8: could not determine a constructor"),
         ("base: tiny\n\nsteps: 0\n", "steps: must be greater than or equal to 1, got 0 ("),
-        ("base: tiny\npipeline: {remove: [a]}\n", "pipeline.remove: there is no step a; known here: prompts, rollout"),
+        ("base: tiny\npipeline: {remove: [zz]}\n", "pipeline.remove: there is no step zz; known here: prompts,"),
         ("base: tyni\n", "mine.yaml:1: base: there is no file tyni"),
         ("base: mine.yaml\n", "mine.yaml:1: base: mine.yaml -> mine.yaml is a cycle"),
         ("pipeline: {remove: [a]}\n", "pipeline: there are no named steps to edit ("),
