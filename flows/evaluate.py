@@ -87,13 +87,13 @@ def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy) -> Evaluatio
     configs = variants(asked, config)
     with closing(build_verifier(config.reward)) as verifier:
         with long_part("checking the data"):
-            found, left_out = problems(asked, config, verifier)
+            solvable, left_out = problems(asked, config, verifier)
         if left_out:
-            say(f"{counted(left_out, len(found) + len(left_out))} and left out")
-        questioned = questions(asked, config, found)
+            say(f"{counted(left_out, len(solvable) + len(left_out))} and left out")
+        questioned = questions(asked, config, solvable)
         answered = {name: _answer(name, one, questioned, verifier.main) for name, one in configs.items()}
         described = verifier.describe()
-    parts = {name: _parts(name, one, found) for name, one in parted(asked, config).items()}
+    parts = {name: _parts(name, one, solvable) for name, one in parted(asked, config).items()}
     base, *others = answered
     return EvaluationResult(
         target=asked.target,
@@ -128,10 +128,10 @@ def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier:
     return done
 
 
-def _parts(name: Precision, config: RunConfig, found: Sequence[Problem]) -> PartCosts:
+def _parts(name: Precision, config: RunConfig, solvable: Sequence[Problem]) -> PartCosts:
     torch.set_num_threads(config.threads)
     with long_part(f"parts of FP8, {name}") as part:
-        return measure_parts(config, found, part)
+        return measure_parts(config, solvable, part)
 
 
 def _tell(result: EvaluationResult, output: Output | None) -> None:

@@ -158,9 +158,9 @@ def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, Run
 
     Raises UserError: an engine is not available, or they need to be started differently.
     """
-    found = _in_precisions(asked, config)
+    by_precision = _in_precisions(asked, config)
     environments = {}
-    for name, one in found.items():
+    for name, one in by_precision.items():
         node = members_node(one)
         check_engine(one, node)
         environments[name] = engine_environment(one, node)
@@ -169,7 +169,7 @@ def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, Run
         if environments[name] != environments[first]:
             raise UserError(f"precisions: the engine starts differently for {first} and {name}; ask for one at a time")
     set_variables(environments[first].required, environments[first].suggested)
-    return found
+    return by_precision
 
 
 def parted(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
@@ -181,10 +181,10 @@ def parted(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunCo
         return {}
     if config.environment is not None:
         raise UserError("parts: KL is measured on prompts of the data, and environment.name begins its own; omit parts")
-    found = {name: one for name, one in _in_precisions(asked, config).items() if has_fp8(one.precision)}
-    if not found:
+    by_precision = {name: one for name, one in _in_precisions(asked, config).items() if has_fp8(one.precision)}
+    if not by_precision:
         raise UserError(f"parts: {', '.join(asked.precisions)} has no FP8; add --precision fp8")
-    return found
+    return by_precision
 
 
 def _in_precisions(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:

@@ -68,12 +68,12 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 def check_writable(folder: Path) -> None:
     """Raises UserError, as `make_folder` would, on a folder that cannot be made or written to. Leaves nothing."""
-    found = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     try:
         # By its permissions root could write in /proc, too. Readers ignore this name, if we are killed here.
-        os.rmdir(tempfile.mkdtemp(".partial", ".", found))
+        os.rmdir(tempfile.mkdtemp(".partial", ".", existing))
     except OSError as error:
-        raise UserError(f"cannot write in the folder {found}: {error.strerror}") from error
+        raise UserError(f"cannot write in the folder {existing}: {error.strerror}") from error
 
 
 def write_file(path: Path, data: bytes) -> None:

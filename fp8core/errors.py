@@ -65,14 +65,14 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word of the closest spelling, else the only one that begins so; None: there is none."""
     choices = list(known)
     longer = [choice for choice in choices if word and choice.startswith(word)]
-    found = get_close_matches(word, choices, n=1) or (longer if len(longer) == 1 else [])
-    return found[0] if found else None
+    matches = get_close_matches(word, choices, n=1) or (longer if len(longer) == 1 else [])
+    return matches[0] if matches else None
 
 
 def meant(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word: `; did you mean WORD?`, or nothing."""
-    found = nearest(word, known)
-    return "" if found is None else f"; did you mean {found}?"
+    match = nearest(word, known)
+    return "" if match is None else f"; did you mean {match}?"
 
 
 def first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from fp8core.errors import UserError, described_error
 class UserCode(NamedTuple):
     """A function or class, its file, and the SHA-256 of that file."""
 
-    found: Callable[..., Any]
+    target: Callable[..., Any]
     file: Path
     digest: str
 
@@ -36,10 +36,10 @@ def load_code(path: str, kind: str) -> UserCode:
     """The function or class of a path; `kind` is the word for it in errors. Raises UserError."""
     place, _, attribute = path.rpartition(":")
     module, file, digest = _loaded(place)
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    target = getattr(module, attribute, None)
+    if not callable(target):
         raise UserError(f"{place} has no {kind} {attribute}")
-    return UserCode(found, file, digest)
+    return UserCode(target, file, digest)
 
 
 def digest_of_code(path: str) -> tuple[Path, str]:
@@ -57,9 +57,9 @@ def file_of_path(path: str) -> Path | None:
     return Path(place).absolute() if place.endswith(".py") else None
 
 
-def file_of(found: Callable[..., Any]) -> str | None:
+def file_of(target: Callable[..., Any]) -> str | None:
     """The file of the user's own that defines what `load_code` has found; None: it is of this package."""
-    module = getattr(found, "__module__", "")
+    module = getattr(target, "__module__", "")
     return None if module.startswith("fp8core.") else getattr(sys.modules.get(module), "__file__", None)
 
 

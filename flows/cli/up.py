@@ -350,5 +350,5 @@ def _begun(client: "SyncPrefectClient", pool: str) -> "list[FlowRun]":
 
 
 def _is_online(client: "SyncPrefectClient", pool: str) -> bool:
-    found = client.read_workers_for_work_pool(pool)
-    return any(worker.status is not None and worker.status.value == "ONLINE" for worker in found)
+    workers = client.read_workers_for_work_pool(pool)
+    return any(worker.status is not None and worker.status.value == "ONLINE" for worker in workers)

@@ -72,11 +72,11 @@ def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, pa
     try:
         unit, held = checked_size(settings, tensor_parallel, wants_gpus)
         context = ray.get_runtime_context()
-        found = _told(context.gcs_address, context.get_job_id(), unit, settings.start_seconds, packages)
+        node = _told(context.gcs_address, context.get_job_id(), unit, settings.start_seconds, packages)
     except BaseException:
         ray.shutdown()
         raise
-    return replace(found, gpus=held) if found.gpus else found
+    return replace(node, gpus=held) if node.gpus else node
 
 
 # A connection has its own job.
@@ -90,11 +90,11 @@ def _told(cluster: str, job: str, unit: str, seconds: float, packages: tuple[str
         scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     )
     try:
-        found: Node = ray.get(ask.remote(packages), timeout=seconds)
+        machine: Node = ray.get(ask.remote(packages), timeout=seconds)
     except RayError as error:
         why = last_line(str(error)) if isinstance(error, RayTaskError) else first_line(error)
         raise UserError(f"cluster: {node['NodeManagerAddress']} cannot run this program: {why}") from error
-    return found
+    return machine
 
 
 def checked_size(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) -> tuple[str, int]:

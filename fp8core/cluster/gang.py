@@ -99,7 +99,7 @@ class WorkerGroup:
         Raises MemberLost: a process ended, or gave no answer in time; MemberFailed: its code raised; or an error for
         people, as the member raised it.
         """
-        found = dict[Any, Any]()
+        results = dict[Any, Any]()
         failures = list[Exception]()
         pending = {call.ref: call.member for call in calls}
         while pending:
@@ -110,7 +110,7 @@ class WorkerGroup:
             else:
                 break
             try:
-                found[ref] = self.value(pending.pop(ref), ref)
+                results[ref] = self.value(pending.pop(ref), ref)
             except Exception as error:
                 if isinstance(error, MemberLost):
                     # Earlier errors of others are consequences of it.
@@ -120,7 +120,7 @@ class WorkerGroup:
         if failures:
             self._end_members(failures[0])
             raise failures[0]
-        return [found[call.ref] for call in calls]
+        return [results[call.ref] for call in calls]
 
     def first_ended(self, pending: Mapping[Any, Handle]) -> Any:
         done, _ = ray.wait(list(pending), num_returns=1, timeout=self._answer_seconds)
@@ -160,8 +160,8 @@ class WorkerGroup:
             seen = self.call_all(self._all, "sees", str(probe))
         finally:
             probe.unlink()
-        for member, found in zip(self._all, seen, strict=True):
-            if not found:
+        for member, sees_folder in zip(self._all, seen, strict=True):
+            if not sees_folder:
                 raise UserError(f"cluster: {_where(member)} does not see {folder}; all nodes must share `runs`")
 
     @property
@@ -205,9 +205,9 @@ class WorkerGroup:
             others = self._start({bundle: sizes[bundle] for bundle in shared}, unit, arguments)
             fewer = [others[bundle] for bundle in shared]
             self.ranks, self.engines = (members, fewer) if settings.ranks >= settings.engines else (fewer, members)
-        for what, found in (("rank", self.ranks), ("engine", self.engines)):
-            for i, member in enumerate(found):
-                member.name = f"{what} {i}"
+        for role, handles in (("rank", self.ranks), ("engine", self.engines)):
+            for i, member in enumerate(handles):
+                member.name = f"{role} {i}"
         check_places(self._all)
 
     def _start(self, sizes: Mapping[int, float], unit: str, arguments: tuple[Any, ...]) -> dict[int, Handle]:

@@ -82,11 +82,11 @@ class EnginePart:
 
     def step(self) -> list[Completion]:
         assert self._session is not None, "open_session() comes before step()"
-        found = list[Completion]()
+        completions = list[Completion]()
         until = time.monotonic() + _MOMENT_SECONDS
-        while self._session.busy and not found and time.monotonic() < until:
-            found = self._session.step()
-        return found
+        while self._session.busy and not completions and time.monotonic() < until:
+            completions = self._session.step()
+        return completions
 
     def close_session(self) -> None:
         if self._session is not None:
@@ -110,17 +110,17 @@ def build_sft(config: RunConfig, arch: Architecture, initial: TensorSource) -> S
 
 
 class FingerprintedTensors(Mapping[str, Tensor]):
-    """Notes what was read: `digest_of` has from `found` the `masters_digest`, once all of it was read."""
+    """Notes what was read: `digest_of` has from `prints` the `masters_digest`, once all of it was read."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._tensors = tensors
         self._device = device
-        self.found: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        self.prints: dict[str, tuple[str, tuple[int, ...], str]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        if name not in self.found:
-            self.found[name] = "float32", tuple(tensor.shape), fingerprint(tensor.to(self._device).float())
+        if name not in self.prints:
+            self.prints[name] = "float32", tuple(tensor.shape), fingerprint(tensor.to(self._device).float())
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -136,14 +136,14 @@ class TrainerPart:
         self._ranks = ranks
         read = FingerprintedTensors(masters, torch.device(entry.device(config.training)))
         self._trainer = entry.build(config, arch, read, ranks)
-        self._read = read.found
+        self._read = read.prints
         self._exported: dict[str, Tensor] = {}
         self._lent = ExitStack()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of the trainer: its value where this is rank 0, None elsewhere."""
-        found = getattr(self._trainer, method)(*arguments)
-        return found if self._ranks.rank == 0 else None
+        result = getattr(self._trainer, method)(*arguments)
+        return result if self._ranks.rank == 0 else None
 
     def step(self, *arguments: Any) -> TrainReport:
         return self._trainer.step(*arguments)

@@ -85,14 +85,14 @@ class Link:
     def _received(self, pieces: Sequence["Piece"], layouts: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         sizes = [piece.bytes for piece in pieces]
         whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        found: dict[str, Tensor] = {}
+        tensors_by_name: dict[str, Tensor] = {}
         for piece, buffer in zip(pieces, whole.split(sizes), strict=True):
             self._group.broadcast([buffer]).wait()
             for name, start in piece.starts.items():
                 layout = layouts[name]
                 part = buffer[start : start + layout.bytes]
-                found[name] = part.view(getattr(torch, layout.dtype)).view(layout.shape)
-        return found
+                tensors_by_name[name] = part.view(getattr(torch, layout.dtype)).view(layout.shape)
+        return tensors_by_name
 
 
 class Piece(NamedTuple):
@@ -131,9 +131,9 @@ class GroupRanks(Ranks):
         return range(parts)[shares(parts, self.count)[self.rank]]
 
     def joined(self, own: Sequence[Value]) -> list[Value]:
-        found: list[Sequence[Value]] = [()] * self.count
-        distributed.all_gather_object(found, list(own))
-        return list(chain.from_iterable(found))
+        by_rank: list[Sequence[Value]] = [()] * self.count
+        distributed.all_gather_object(by_rank, list(own))
+        return list(chain.from_iterable(by_rank))
 
     def combine_counts(self, combine: Callable[..., None]) -> None:
         combine(self.maximum, distributed.all_reduce)

@@ -193,8 +193,8 @@ class ReplicatedEngine:
                 sends.append(ranks[0].send("hand", key, "send", link))
                 for i in engines:
                     takes[i] = self._members[i].send("hand", self._key, "receive", link, layouts, *policy)
-        found: list[SyncReport] = gather([*sends, *(takes[i] for i in range(len(self._members)))])
-        return found[len(sends) :]
+        reports: list[SyncReport] = gather([*sends, *(takes[i] for i in range(len(self._members)))])
+        return reports[len(sends) :]
 
     def _link(self, path: Broadcast, engines: Sequence[int]) -> str:
         """The name of the group of rank 0 and these engines, which is made when it is first needed."""
@@ -211,8 +211,8 @@ class ReplicatedEngine:
         return key
 
     def fingerprint(self) -> str:
-        found: list[str] = self._gang.gather(self._ask("fingerprint"))
-        return agreed(self._members, "other weights", found)
+        fingerprints: list[str] = self._gang.gather(self._ask("fingerprint"))
+        return agreed(self._members, "other weights", fingerprints)
 
     def describe(self) -> dict[str, object]:
         return agreed(self._members, "other formats", self._gang.gather(self._ask("describe")))
@@ -274,8 +274,8 @@ class ReplicatedSession:
                 self._send(member, "step")
         ended = self._gang.first_ended(self._waiting)
         member = self._waiting.pop(ended)
-        (found,) = self._gang.gather([Call(member, ended)])
-        completions: list[Completion] = found or []
+        (finished,) = self._gang.gather([Call(member, ended)])
+        completions: list[Completion] = finished or []
         self._in_flight[self._members.index(member)] -= len(completions)
         return completions
 
@@ -304,8 +304,8 @@ class RemoteSft:
             self._gang.gather([self._gang.ranks[0].send("drop", self._key)])
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        (found,) = self._gang.gather([self._gang.ranks[0].send("call", self._key, method, *arguments)])
-        return found
+        (result,) = self._gang.gather([self._gang.ranks[0].send("call", self._key, method, *arguments)])
+        return result
 
 
 class RankedTrainer:
@@ -332,8 +332,8 @@ class RankedTrainer:
     def scored_step(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]
     ) -> tuple[TrainReport, ScoredBatch]:
-        found = self._by_all("scored_step", batch, temperature, scales)
-        return self._learnt([report for report, _ in found]), found[0][1]
+        results = self._by_all("scored_step", batch, temperature, scales)
+        return self._learnt([report for report, _ in results]), results[0][1]
 
     def keep(self, shipped: EngineWeights) -> str:
         key = f"{self._key}, kept {next(self._numbers)}"

@@ -67,8 +67,8 @@ def this_node(packages: Iterable[str] = ()) -> Node:
             versions[name] = installed_version(name)
     gpu = None
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        gpu = found.name, found.total_memory
+        properties = torch.cuda.get_device_properties(0)
+        gpu = properties.name, properties.total_memory
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Node(this_platform(), torch.cuda.device_count(), gpu, memory, versions)
 

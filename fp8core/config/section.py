@@ -123,7 +123,7 @@ def _known_keys(model: type[BaseModel], section: Sequence[int | str]) -> list[st
         nested = [
             _model_in(info.annotation) for name, info in model.model_fields.items() if part == (info.alias or name)
         ]
-        model = next((found for found in nested if found is not None), model)
+        model = next((each for each in nested if each is not None), model)
     return [info.alias or name for name, info in model.model_fields.items()]
 
 
@@ -139,4 +139,4 @@ def places_of(model: type[BaseModel], word: str, prefix: str = "") -> Iterator[s
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for found in map(_model_in, get_args(annotation)) if found is not None), None)
+    return next((each for each in map(_model_in, get_args(annotation)) if each is not None), None)

@@ -84,13 +84,13 @@ class ChainSource:
     def heldout(self, count: int) -> list[Problem]:
         """Different held-out questions in a fixed random order. Raises UserError when too few exist."""
         draws = itertools.islice(_questions(self._config, generator(0, "heldout", 0)), count * _PATIENCE)
-        found = list(itertools.islice(dict.fromkeys(filter(is_heldout, draws)), count))
-        if len(found) < count:
+        questions = list(itertools.islice(dict.fromkeys(filter(is_heldout, draws)), count))
+        if len(questions) < count:
             raise UserError(
                 f"evaluation.prompts={count}, but the chain task with at most data.chain.max_operands="
-                f"{self._config.max_operands} operands has only {len(found)} held-out questions"
+                f"{self._config.max_operands} operands has only {len(questions)} held-out questions"
             )
-        return [_problem(question) for question in found]
+        return [_problem(question) for question in questions]
 
     def to_check(self) -> list[Problem]:
         one = "1".zfill(self._config.digits)

@@ -65,7 +65,7 @@ def own_demonstrations(
     UserError: the file cannot be read, or a row (`file:line`) is no demonstration or longer than the model takes."""
     assert warm.demonstrations is not None, "a file was chosen"
     rows = read_file(Path(warm.demonstrations), config.data.model_copy(update={"answer_field": warm.completion_field}))
-    found = []
+    demonstrations = []
     for row in rows:
         _text, prompt = encode_prompt(row, config, tokenizer, max_positions)
         try:
@@ -77,8 +77,8 @@ def own_demonstrations(
                 f"{row.place}: prompt and completion have {len(prompt)} and {len(completion)} tokens, and the model "
                 f"{max_positions} positions"
             )
-        found.append(TokenisedDemonstration(prompt, completion))
-    return found
+        demonstrations.append(TokenisedDemonstration(prompt, completion))
+    return demonstrations
 
 
 def digest_of_rows(demonstrations: Sequence[TokenisedDemonstration]) -> str:

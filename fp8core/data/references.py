@@ -54,10 +54,10 @@ def _at(row: Problem) -> str:
 
 def _faults(problems: Sequence[Problem], verifier: Verifier) -> dict[str, str]:
     rows = list({row.reference: row for row in reversed(problems)}.values())
-    found = dict[str, str]()
+    fault_of = dict[str, str]()
     for begin in range(0, len(rows), _AT_ONCE):
         tell_progress(begin, len(rows))
         part = rows[begin : begin + _AT_ONCE]
         faults = verifier.faults([(row.question, row.reference) for row in part])
-        found |= {row.reference: fault for row, fault in zip(part, faults, strict=True) if fault is not None}
-    return found
+        fault_of |= {row.reference: fault for row, fault in zip(part, faults, strict=True) if fault is not None}
+    return fault_of

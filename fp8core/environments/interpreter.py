@@ -50,8 +50,8 @@ def run(code: str, names: dict[str, object], characters: int) -> tuple[str, str,
             last = parsed.body.pop() if parsed.body and isinstance(parsed.body[-1], ast.Expr) else None
             exec(compile(parsed, "<code>", "exec"), names)
             if last is not None:
-                found = eval(compile(ast.Expression(last.value), "<code>", "eval"), names)  # type: ignore[attr-defined]
-                value = "" if found is None else repr(found)
+                result = eval(compile(ast.Expression(last.value), "<code>", "eval"), names)  # type: ignore[attr-defined]
+                value = "" if result is None else repr(result)
     except BaseException as raised:  # noqa: BLE001 - it is the answer
         error = _described(raised)
     printed = "" if output.closed else output.getvalue()

@@ -68,15 +68,15 @@ class EnvironmentPool:
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """Replies that have come. `wait`: for at least one, unless every open episode waits for an action."""
-        found = list[Reply]()
+        replies = list[Reply]()
         until = time.monotonic() + most_seconds
         while True:
             self._launch()
             busy = {episode.reply: episode for episode in self._episodes.values() if episode.reply is not None}
-            patience = max(0.0, until - time.monotonic()) if wait and not found else 0.0
+            patience = max(0.0, until - time.monotonic()) if wait and not replies else 0.0
             done, _ = wait_for(busy, None if patience == math.inf else patience, FIRST_COMPLETED)
             if not done:
-                return found
+                return replies
             for episode in map(busy.__getitem__, done):
                 assert episode.reply is not None, "it is done"
                 (reply, seconds), episode.reply = episode.reply.result(), None
@@ -84,7 +84,7 @@ class EnvironmentPool:
                     reply = Outcome(reply.outcome, detail=reply.detail)
                 if isinstance(reply, Outcome):
                     self.end(episode.key)
-                found.append((episode.key, reply, seconds))
+                replies.append((episode.key, reply, seconds))
 
     def rest(self, episode: Key) -> None:
         if episode in self._episodes:
@@ -92,8 +92,8 @@ class EnvironmentPool:
 
     def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
         self._resting.pop(episode, None)
-        found = self._episodes.get(episode)
-        if found is not None and found.asked == [task, *asked]:
+        state = self._episodes.get(episode)
+        if state is not None and state.asked == [task, *asked]:
             return True
         self.end(episode)
         return False

@@ -127,8 +127,8 @@ def opening_json(turn: Turn) -> str:
 
 
 def opening_of(text: str) -> Turn:
-    found = json.loads(text)
-    return Turn(tuple(Said(**said) for said in found["messages"]), tuple(Tool(**tool) for tool in found["tools"]))
+    turn = json.loads(text)
+    return Turn(tuple(Said(**said) for said in turn["messages"]), tuple(Tool(**tool) for tool in turn["tools"]))
 
 
 def said_json(messages: Iterable[Said]) -> str:

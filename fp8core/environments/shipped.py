@@ -108,10 +108,10 @@ class _Expression:
         self._tokens.append("")
 
     def value(self) -> int:
-        found = self._operations(self._levels)
+        operations = self._operations(self._levels)
         if self._tokens[0]:
             raise ToolError(f"{self._tokens[0][:20]!r} is not expected there")
-        return found
+        return operations
 
     def _operations(self, levels: Sequence[str]) -> int:
         """A chain of the operations of a level, between chains of the levels that bind more strongly."""

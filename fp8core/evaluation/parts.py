@@ -143,7 +143,7 @@ class _Comparison:
     """Places of texts under BF16 and under a part; all [places].
 
     `prompt` is True on a token of the prompt, `answered` where the next token is the right answer's. `nats` is KL.
-    `wanted` is the log-prob of the right answer's next token in BF16, `found` under the part; both 0 elsewhere.
+    `wanted` is the log-prob of the right answer's next token in BF16, `logprob` under the part; both 0 elsewhere.
     """
 
     text: Tensor
@@ -152,7 +152,7 @@ class _Comparison:
     nats: Tensor
     same: Tensor
     wanted: Tensor
-    found: Tensor
+    logprob: Tensor
 
 
 def part_costs(subjects: Subjects, texts: Sequence[Text], progress: Progress) -> PartCosts:
@@ -161,10 +161,10 @@ def part_costs(subjects: Subjects, texts: Sequence[Text], progress: Progress) ->
     done = 0
     for numbers in _batches(texts, subjects.bf16.decoder.arch.vocab_size):
         progress(done, len(texts))
-        for name, found in _compare(subjects, texts, numbers):
-            compared[name].append(found)
+        for name, comparison in _compare(subjects, texts, numbers):
+            compared[name].append(comparison)
         done += len(numbers)
-    whole = {name: _joined(found) for name, found in compared.items()}
+    whole = {name: _joined(comparison) for name, comparison in compared.items()}
     first = next(iter(whole.values()))
     answers = sum(bool(text.answer) for text in texts)
     return PartCosts(
@@ -172,7 +172,7 @@ def part_costs(subjects: Subjects, texts: Sequence[Text], progress: Progress) ->
         tokens=int(first.prompt.sum()),
         answers=answers,
         answer_logprob=float(first.wanted.sum()) / answers if answers else None,
-        parts={name: _cost(found, answers) for name, found in whole.items()},
+        parts={name: _cost(comparison, answers) for name, comparison in whole.items()},
     )
 
 
@@ -209,24 +209,24 @@ def _compare(subjects: Subjects, texts: Sequence[Text], numbers: Sequence[int]) 
                 nats=(expected.exp() * (expected - logprobs)).sum(-1),
                 same=expected.argmax(-1) == logprobs.argmax(-1),
                 wanted=wanted,
-                found=logprobs.gather(-1, targets)[:, 0] * answered,
+                logprob=logprobs.gather(-1, targets)[:, 0] * answered,
             ),
         )
 
 
-def _joined(found: Sequence[_Comparison]) -> _Comparison:
-    return _Comparison(**{name: torch.cat([vars(each)[name] for each in found]) for name in vars(found[0])})
+def _joined(comparisons: Sequence[_Comparison]) -> _Comparison:
+    return _Comparison(**{name: torch.cat([vars(each)[name] for each in comparisons]) for name in vars(comparisons[0])})
 
 
-def _cost(found: _Comparison, answers: int) -> PartCost:
-    nats = found.nats[found.prompt]
-    text = found.text[found.prompt]
+def _cost(comparison: _Comparison, answers: int) -> PartCost:
+    nats = comparison.nats[comparison.prompt]
+    text = comparison.text[comparison.prompt]
     by_text = torch.bincount(text, nats) / torch.bincount(text)
     return PartCost(
         nats=float(nats.mean()),
         median=float(by_text.quantile(0.5)),
         worst=float(by_text.max()),
-        same_choice=float(found.same[found.prompt].double().mean()),
-        answer_nats=float(found.nats[found.answered].mean()) if answers else None,
-        answer_shift=float((found.found - found.wanted).sum()) / answers if answers else None,
+        same_choice=float(comparison.same[comparison.prompt].double().mean()),
+        answer_nats=float(comparison.nats[comparison.answered].mean()) if answers else None,
+        answer_shift=float((comparison.logprob - comparison.wanted).sum()) / answers if answers else None,
     )

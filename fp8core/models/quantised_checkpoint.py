@@ -31,37 +31,37 @@ def write_quantised(source: Path, target: Path, tiles: Grouping, first_layers: i
 
     The target, which must not exist or be empty, appears whole or not at all.
     Raises UserError: others could not read a matrix in block FP8, or the target cannot be written."""
-    found = find_checkpoint(source)
-    layers = range(found.architecture.num_layers)
+    checkpoint = find_checkpoint(source)
+    layers = range(checkpoint.architecture.num_layers)
     wide = {*layers[:first_layers], *layers[len(layers) - last_layers :]}
     formats = StoredNames.by_layer(*("bf16" if layer in wide else "fp8_block" for layer in layers))
-    quantised = {name for name in found.stored if formats.of(name) == "fp8_block"}
+    quantised = {name for name in checkpoint.stored if formats.of(name) == "fp8_block"}
     for name in sorted(quantised):
-        for side in (shape := found.stored[name].spec.shape):
+        for side in (shape := checkpoint.stored[name].spec.shape):
             if side > TILE and side % TILE:
-                raise found.stored[name].refused(
+                raise checkpoint.stored[name].refused(
                     f"{list(shape)} is not cut into whole tiles: {side} is no multiple of {TILE}, and neither "
                     "transformers nor vLLM reads that in block FP8; export it in BF16"
                 )
     config = read_json_object(source / "config.json")
-    config["quantization_config"] = block_fp8_section(_kept_modules(found, quantised))
+    config["quantization_config"] = block_fp8_section(_kept_modules(checkpoint, quantised))
     with whole_folder(target) as folder:
         for path in source.iterdir():
             if path.name not in (WEIGHTS, "config.json"):
                 shutil.copyfile(path, folder / path.name)
         write_file(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        save_file(stored_weights(found.source(), formats, tiles), folder / WEIGHTS, {"format": "pt"})
+        save_file(stored_weights(checkpoint.source(), formats, tiles), folder / WEIGHTS, {"format": "pt"})
         # safetensors creates its file for the owner alone; it is to be as readable as the others.
         shutil.copymode(folder / "config.json", folder / WEIGHTS)
         for path in folder.iterdir():
             sync_path(path)
 
 
-def _kept_modules(found: Checkpoint, quantised: set[str]) -> list[str]:
+def _kept_modules(checkpoint: Checkpoint, quantised: set[str]) -> list[str]:
     """The modules with a matrix in BF16; of an expert the one that holds all experts, which every reader supports."""
     # A head that shares the embedding's weight has no tensor, and is a module nevertheless.
     modules = {"lm_head"}
-    for name, tensor in found.stored.items():
+    for name, tensor in checkpoint.stored.items():
         if len(tensor.spec.shape) == 2 and name not in quantised and "embed_tokens" not in name:
             stem, experts, _ = name.partition(".experts.")
             modules.add(f"{stem}.experts" if experts else name.removesuffix(".weight"))

@@ -126,13 +126,13 @@ class Tokenizer:
             part = rest.pop()
             part.encode()
             encoding = self._backend.encode(part, add_special_tokens=False)
-            found = [span for i, span in zip(encoding.ids, encoding.offsets, strict=True) if i in self._control]
-            if not found:
+            spans = [span for i, span in zip(encoding.ids, encoding.offsets, strict=True) if i in self._control]
+            if not spans:
                 pieces.append(part)
                 continue
-            if any(end - start < 2 for start, end in found):
+            if any(end - start < 2 for start, end in spans):
                 raise ValueError(f"a control token is in {part!r:.80}")
-            cuts = [0, *(start + 1 for start, _ in found), len(part)]
+            cuts = [0, *(start + 1 for start, _ in spans), len(part)]
             rest += [part[start:end] for start, end in pairwise(cuts)][::-1]
         return pieces
 
@@ -200,12 +200,12 @@ def character_tokenizer(alphabet: str, vocab_size: int, eos: str) -> Tokenizer:
 def _configured_eos(folder: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        found = read_json_object(path).get("eos_token_id") if path.is_file() else None
-        if found is None:
+        eos = read_json_object(path).get("eos_token_id") if path.is_file() else None
+        if eos is None:
             continue
-        ids = found if isinstance(found, list) else [found]
+        ids = eos if isinstance(eos, list) else [eos]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise UserError(f"{path}: eos_token_id: found {json.dumps(found)}, expected a token id or a list of them")
+            raise UserError(f"{path}: eos_token_id: found {json.dumps(eos)}, expected a token id or a list of them")
         return frozenset(ids)
     return frozenset()
 

@@ -35,8 +35,8 @@ def with_kernel(module: str) -> Callable[[Callable[Arguments, Result]], Callable
             tensors = (first,) if isinstance(first, Tensor) else first
             if not tensors or not all(map(has_kernels, tensors)):
                 return reference(*args, **kwargs)
-            found: Result = kernel_of(module, reference.__name__)(*args, **kwargs)
-            return found
+            result: Result = kernel_of(module, reference.__name__)(*args, **kwargs)
+            return result
 
         OPERATIONS[reference.__name__] = (reference, module)
         return operation

@@ -144,8 +144,8 @@ def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[
 
 def slice_sums(slices: Sequence[Slice]) -> list[list[int]]:
     elements, firsts, ends = zip(*slices, strict=True)
-    found: list[list[int]] = lane_sums(elements, firsts, ends).tolist()
-    return found
+    sums: list[list[int]] = lane_sums(elements, firsts, ends).tolist()
+    return sums
 
 
 def combined(sums: Sequence[Sequence[Sequence[int]]]) -> list[str]:
@@ -159,11 +159,11 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
 
 def policy_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over the sorted (name, dtype, shape, fingerprint) of named tensors."""
-    found = fingerprints(list(tensors.values()))
+    digests = fingerprints(list(tensors.values()))
     return digest_of(
         {
             name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digits)
-            for (name, tensor), digits in zip(tensors.items(), found, strict=True)
+            for (name, tensor), digits in zip(tensors.items(), digests, strict=True)
         }
     )
 
@@ -171,11 +171,11 @@ def policy_digest(tensors: Mapping[str, Tensor]) -> str:
 def masters_digest(weights: Mapping[str, Tensor], device: torch.device) -> str:
     """`policy_digest` of the FP32 masters that begin as these weights, one at a time on `device`."""
     masters = ((name, tensor.to(device).float()) for name, tensor in weights.items())
-    found = {name: (tuple(master.shape), fingerprints([master])[0]) for name, master in masters}
-    return digest_of({name: ("float32", *rest) for name, rest in found.items()})
+    prints = {name: (tuple(master.shape), fingerprints([master])[0]) for name, master in masters}
+    return digest_of({name: ("float32", *rest) for name, rest in prints.items()})
 
 
-def digest_of(found: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
+def digest_of(prints: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
     """`policy_digest` of tensors known by (dtype without `torch.`, shape, fingerprint)."""
-    rows = [[name, dtype, list(shape), digits] for name, (dtype, shape, digits) in sorted(found.items())]
+    rows = [[name, dtype, list(shape), digits] for name, (dtype, shape, digits) in sorted(prints.items())]
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()

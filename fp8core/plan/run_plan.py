@@ -94,12 +94,12 @@ def _frozen_scorers(config: RunConfig, arch: Architecture) -> Needs:
         except UserError:  # a run refuses such a teacher by itself; until then it counts as large as the policy
             shape = arch
         scorers["teacher"] = teacher_config(config), shape
-    found = list[Need]()
+    sums = list[Need]()
     for name, (settings, shape) in scorers.items():
         if (grid := trainer_of(settings.training).grid(settings)) is not None:
             needs = gpu_memory(settings.training).scoring(settings, shape, grid)
-            found.append(Need(name, sum(need.bytes for need in needs), " and ".join(need.item for need in needs)))
-    return tuple(found)
+            sums.append(Need(name, sum(need.bytes for need in needs), " and ".join(need.item for need in needs)))
+    return tuple(sums)
 
 
 def _gpu_plans(

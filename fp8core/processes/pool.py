@@ -164,8 +164,8 @@ class ProcessPool:
             raise UserError(f"{self._setting}: its process ended while it was imported") from error
         if reason is not None:
             raise UserError(f"{self._setting}: {reason}")
-        found: dict[str, str] = description
-        return found
+        about: dict[str, str] = description
+        return about
 
 
 # ---- in the host ----

@@ -16,8 +16,8 @@ def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> 
 def check_variables(required: Mapping[str, str], moment: str) -> None:
     """Raises UserError: a variable has another value than is required at this moment, or none."""
     for name, value in required.items():
-        if (found := os.environ.get(name)) != value:
-            raise UserError(f"{name} must be {value} before {moment}, it is {found}")
+        if (current := os.environ.get(name)) != value:
+            raise UserError(f"{name} must be {value} before {moment}, it is {current}")
 
 
 def variables() -> dict[str, str]:

@@ -36,12 +36,12 @@ def shared_out(products: Iterable[Product]) -> list[Product]:
     """Products of a few numbers of rows each that need every kernel of all; of one weight no number twice."""
     wanted = dict[Product, dict[int, int]]()
     for product in products:
-        found = wanted.setdefault(replace(product, rows=()), {})
+        rows_by_size = wanted.setdefault(replace(product, rows=()), {})
         for rows in product.rows:
-            found.setdefault((rows - 1) // _ALIKE, rows)
+            rows_by_size.setdefault((rows - 1) // _ALIKE, rows)
     return [
         replace(product, rows=tuple(rows[first : first + _TOGETHER]))
-        for product, rows in ((product, sorted(found.values())) for product, found in wanted.items())
+        for product, rows in ((product, sorted(rows_by_size.values())) for product, rows_by_size in wanted.items())
         for first in range(0, len(rows), _TOGETHER)
     ]
 

@@ -51,12 +51,12 @@ class FormatVerifier(Scorer):
 
     def _begun(self, prompt: str) -> str:
         """The tags that the chat template has written at the end of the prompt, for the completion to go on from."""
-        found = ""
+        tags = ""
         rest = prompt.rstrip()
         while tag := next((tag for tag in self._tags if rest.endswith(tag)), ""):
-            found = tag + found
+            tags = tag + tags
             rest = rest.removesuffix(tag).rstrip()
-        return found
+        return tags
 
 
 class Verifier(ABC):
@@ -195,11 +195,11 @@ class WeightedVerifiers(Verifier):
     def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
         verdicts = self._main.verify(answers)
         for name, weight, verifier in self._others:
-            found = verifier.verify(answers)
-            failed = [verdict for verdict in found if verdict.outcome in ("timeout", "crashed")]
-            if failed and len(failed) == len(found):
+            other_verdicts = verifier.verify(answers)
+            failed = [verdict for verdict in other_verdicts if verdict.outcome in ("timeout", "crashed")]
+            if failed and len(failed) == len(other_verdicts):
                 raise UserError(f"reward.others: {name}: no answer could be checked: {failed[0].detail}")
-            for place, (verdict, other) in enumerate(zip(verdicts, found, strict=True)):
+            for place, (verdict, other) in enumerate(zip(verdicts, other_verdicts, strict=True)):
                 detail = verdict.detail
                 if other in failed:
                     detail = "; ".join(filter(None, (detail, f"{name}: {other.detail}")))
@@ -208,8 +208,8 @@ class WeightedVerifiers(Verifier):
         return verdicts
 
     def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        found = zip(*(verifier.faults(references) for verifier in self._all), strict=True)
-        return [next(filter(None, faults), None) for faults in found]
+        by_reference = zip(*(verifier.faults(references) for verifier in self._all), strict=True)
+        return [next(filter(None, faults), None) for faults in by_reference]
 
     def describe(self) -> dict[str, JsonValue]:
         others: dict[str, JsonValue] = {name: verifier.describe() for name, _, verifier in self._others}

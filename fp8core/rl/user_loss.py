@@ -90,8 +90,8 @@ class UserLoss:
             raise self._refused(f"{frame.filename}:{frame.lineno}: {described_error(error)}") from error
         shape = tokens.active_mask.shape
         if not (isinstance(terms, Tensor) and terms.shape == shape and terms.is_floating_point()):
-            found = f"{terms.dtype} {[*terms.shape]}" if isinstance(terms, Tensor) else type(terms).__name__
-            raise self._refused(f"returned {found}, not floating-point terms {[*shape]}, one for each token")
+            result = f"{terms.dtype} {[*terms.shape]}" if isinstance(terms, Tensor) else type(terms).__name__
+            raise self._refused(f"returned {result}, not floating-point terms {[*shape]}, one for each token")
         wrong = tokens.active_mask & ~terms.isfinite()
         if wrong.any():
             row, token = wrong.nonzero()[0].tolist()
@@ -109,7 +109,7 @@ def load_loss(path: str, options: Mapping[str, JsonValue]) -> UserLoss:
     """The loss at `module:function` or `path/to/file.py:function`, tried on a few made-up tokens.
     Raises UserError: it cannot be imported, is not declared as a loss, refuses its options, or as `UserLoss` does."""
     try:
-        function = load_code(path, "function").found
+        function = load_code(path, "function").target
     except UserError as error:
         raise UserError(f"loss.policy={path}: {error}") from error
     model = getattr(function, "options", None)

@@ -153,7 +153,7 @@ class ResidentEngine(ABC):
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """With one sampled token a probe; one row."""
         assert self._complete, "update() comes before score(), also after sleep()"
-        found = [nan] * len(probes)
+        logprobs = [nan] * len(probes)
         waiting = {next(self._numbers): i for i in range(len(probes))}
         self._begin(temperature)
         try:
@@ -165,10 +165,10 @@ class ResidentEngine(ABC):
                     target = output.target
                     assert target is not None, "a target was asked for"
                     assert target[0] == probes[i].target, "the log-prob is not that of the target"
-                    found[i] = target[1]
+                    logprobs[i] = target[1]
         finally:
             self._end(list(waiting))
-        return [found]
+        return [logprobs]
 
     def fingerprint(self) -> str:
         assert self._complete, "update() comes before fingerprint(), also after sleep()"
@@ -206,8 +206,8 @@ class ResidentEngine(ABC):
         """Forget all cached prompts; false while requests are running."""
 
     def _read_parameters(self) -> None:
-        found = self.ask_policy("parameters")
-        self._parameters = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in found.items()}
+        parameters = self.ask_policy("parameters")
+        self._parameters = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in parameters.items()}
 
     def _read_back(self, scales: PolicyScales) -> SyncReport:
         held = self.ask_policies("read_back")
@@ -217,13 +217,13 @@ class ResidentEngine(ABC):
         return SyncReport(version, self._digest(held), PolicyScales(scales.version, self._agreed("scales", written)))
 
     def _digest(self, held: Sequence[Mapping[str, Any]]) -> str:
-        found = {}
+        prints = {}
         for name, spec in self._sent.items():
             sums = [each["sums"][name] for each in held]
             if name in self._in_parts:
                 sums = [[sum(lane) for lane in zip(*sums, strict=True)]]
-            found[name] = spec.dtype, spec.shape, hex_digits(self._agreed(f"bytes of {name}", sums))
-        return digest_of(found)
+            prints[name] = spec.dtype, spec.shape, hex_digits(self._agreed(f"bytes of {name}", sums))
+        return digest_of(prints)
 
     def _agreed(self, what: str, held: Sequence[_Value]) -> _Value:
         if any(each != held[0] for each in held):
@@ -362,8 +362,8 @@ def recorded_experts(chosen: Any, sparse: Sequence[int], positions: int) -> Tens
     Raises RuntimeError: positions are missing, or a token went to one expert twice, as where nothing was recorded.
     """
     if chosen is None or chosen.shape[0] != positions:
-        found = "nothing" if chosen is None else f"{chosen.shape[0]}"
-        raise RuntimeError(f"the engine recorded the experts of {found} of {positions} positions")
+        count = "nothing" if chosen is None else f"{chosen.shape[0]}"
+        raise RuntimeError(f"the engine recorded the experts of {count} of {positions} positions")
     # In one thread, whatever number torch has: a rollout has millions of these short rows.
     ordered = chosen[:, list(sparse)].astype(np.int16)
     ordered.sort(axis=-1)

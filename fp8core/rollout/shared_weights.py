@@ -95,18 +95,18 @@ def open_shared(received: SharedWeights, device: torch.device) -> SharedTensors:
     """To be used within the sender's block; the tensors of a file lie on the CPU."""
     if "file" in received:
         read = load_file(received["file"])
-        return {name: (TensorSpec.of(found), found.view(-1).view(torch.uint8)) for name, found in read.items()}
+        return {name: (TensorSpec.of(tensor), tensor.view(-1).view(torch.uint8)) for name, tensor in read.items()}
     storages = [_open_storage(fields, device) for fields in received["storages"]]
     inside: list[list[tuple[int, str, TensorSpec]]] = [[] for _ in storages]
     for name, (storage, dtype, shape, first) in received["tensors"].items():
         inside[storage].append((first, name, TensorSpec(dtype, tuple(shape))))
     opened: SharedTensors = {}
-    for whole, found in zip(storages, inside, strict=True):
-        found.sort()
+    for whole, parts in zip(storages, inside, strict=True):
+        parts.sort()
         # One cut of a storage gives all that is in it: tens of thousands of views take a processor long.
-        ends = [*(first for first, _, _ in found), len(whole)]
+        ends = [*(first for first, _, _ in parts), len(whole)]
         pieces = whole[ends[0] :].split([after - first for first, after in pairwise(ends)])
-        for piece, (first, name, spec) in zip(pieces, found, strict=True):
+        for piece, (first, name, spec) in zip(pieces, parts, strict=True):
             # There are gaps between tensors, and tensors that share their bytes.
             size = spec.bytes
             opened[name] = spec, piece if len(piece) == size else whole[first : first + size]

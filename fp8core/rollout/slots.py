@@ -86,14 +86,14 @@ Axis = Literal[0, 1]
 
 
 def find_cuts(shipped: Mapping[str, TensorSpec], rank: int, ranks: int, last: Axis) -> dict[str, Cut]:
-    found = {}
+    cuts = {}
     for name, spec in shipped.items():
         if ranks > 1 and (axis := _cut_axis(name, last)) is not None:
             rows = spec.shape[axis]
             each = padded_vocabulary(rows) // ranks if name in _VOCABULARY else rows // ranks
             size = min(each, max(0, rows - rank * each))
-            found[name] = Cut(axis, min(rank * each, rows), size, rows, axis == 1 or name.endswith(SCALE_SUFFIX))
-    return found
+            cuts[name] = Cut(axis, min(rank * each, rows), size, rows, axis == 1 or name.endswith(SCALE_SUFFIX))
+    return cuts
 
 
 def cut_specs(shipped: Mapping[str, TensorSpec], cuts: Mapping[str, Cut]) -> dict[str, TensorSpec]:
@@ -106,13 +106,13 @@ def cut_specs(shipped: Mapping[str, TensorSpec], cuts: Mapping[str, Cut]) -> dic
 
 
 def whole_parameters(parameters: Mapping[str, TensorSpec], ranks: int, last: Axis) -> dict[str, TensorSpec]:
-    found = {}
+    specs = {}
     for name, spec in parameters.items():
         shape, axis = list(spec.shape), _cut_axis(name, last)
         if axis is not None:
             shape[axis] *= ranks
-        found[name] = spec._replace(shape=tuple(shape))
-    return found
+        specs[name] = spec._replace(shape=tuple(shape))
+    return specs
 
 
 def _cut_axis(name: str, last: Axis) -> Axis | None:

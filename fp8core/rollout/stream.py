@@ -135,9 +135,9 @@ class Stream:
             open_ |= {(number, row.sample): row for row in rows}
             begun = tuple(tuple(row.tokens) for row in rows) if any(row.tokens for row in rows) else ()
             asked.append(replace(group_of(number, rows), begun=begun, room=() if room is None else (room,) * len(rows)))
-        found = [done for finished in generate(asked, places) for done in finished]
-        longest = max((len(done.tokens) for done in found if done.group < len(due)), default=0)
-        for done in found:
+        completions = [done for finished in generate(asked, places) for done in finished]
+        longest = max((len(done.tokens) for done in completions if done.group < len(due)), default=0)
+        for done in completions:
             if not done.tokens and done.finish == "open":
                 continue
             row = open_.pop((done.group, done.sample))
@@ -150,7 +150,7 @@ class Stream:
                 row.finish = done.finish
                 row.ended = self.tick + done.length
         assert not open_, "the engine left a completion as it was, so nothing would ever end"
-        return max((done.length for done in found if done.group < len(due)), default=0)
+        return max((done.length for done in completions if done.group < len(due)), default=0)
 
     def complete(self, step: int, chunk: int | None, generate: Generate, enter: Enter) -> list[Row]:
         """Write until the prompts of a step are complete, under the policy before it; these leave.

@@ -67,17 +67,17 @@ class WeightPlaces:
     def sums(self, parameters: Mapping[str, Tensor], gather: Callable[[Tensor, int], Tensor]) -> dict[str, list[int]]:
         """`fingerprint.slice_sums` of every tensor or its part."""
         self._check_addresses(parameters)
-        found = dict[str, list[int]]()
+        sums = dict[str, list[int]]()
         if self._slices:
-            found |= zip(self._slices, slice_sums(list(self._slices.values())), strict=True)
+            sums |= zip(self._slices, slice_sums(list(self._slices.values())), strict=True)
         for name, place in self._rest.items():
             if place.cut is not None and place.cut.gathered:
                 part = Slice.whole(gather(place.rows, place.cut.axis))
             else:
                 part = _slice_of(place)
             # One after another: there is no room for all of them.
-            (found[name],) = slice_sums([part])
-        return found
+            (sums[name],) = slice_sums([part])
+        return sums
 
     def _check_addresses(self, parameters: Mapping[str, Tensor]) -> None:
         for name, address in self._addresses.items():

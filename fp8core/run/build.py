@@ -157,13 +157,13 @@ def find_teacher(config: RunConfig, tokenizer: Tokenizer) -> Checkpoint:
         raise UserError(f"{named}: no such folder")
     folder = Path(resolve_model(settings.teacher, settings.revision, key=key).folder)
     try:
-        found = find_checkpoint(folder)
-        refuse(trainer_of(scoring.training).check_model(scoring, found.architecture))
+        checkpoint = find_checkpoint(folder)
+        refuse(trainer_of(scoring.training).check_model(scoring, checkpoint.architecture))
     except UserError as error:
         raise UserError(f"{named}: {error}") from error
-    if tokenizer.vocabulary != found.tokenizer.vocabulary:
+    if tokenizer.vocabulary != checkpoint.tokenizer.vocabulary:
         raise UserError(f"{named}: it has another vocabulary than the model")
-    return found
+    return checkpoint
 
 
 def build_engine(config: RunConfig, arch: Architecture, cluster: "Cluster | None" = None) -> RolloutEngine:

@@ -94,8 +94,8 @@ def _record(commit: Commit, record: StepRecord) -> Iterator[Finding]:
     }
     stored = {task: contents(entry.outputs) for task, entry in commit.tasks.items()}
     differences = value_differences("record", committed, record.model_dump(include=set(committed)))
-    for found in itertools.chain(differences, content_differences("record.outputs", stored, record.outputs)):
-        yield commit.error(f"{found.path}: {shown(found.theirs)}, by the ledger {shown(found.ours)}")
+    for difference in itertools.chain(differences, content_differences("record.outputs", stored, record.outputs)):
+        yield commit.error(f"{difference.path}: {shown(difference.theirs)}, by the ledger {shown(difference.ours)}")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Reference:
 
 
 def references(view: RunView) -> list[Reference]:
-    found: dict[tuple[str, str, int], Reference] = {}
+    references: dict[tuple[str, str, int], Reference] = {}
     for _, entry in view.entries:
         match entry:
             case TaskEntry() | RedoEntry():
@@ -120,8 +120,8 @@ def references(view: RunView) -> list[Reference]:
                 named = []
         for reference in named:
             ref = reference.ref
-            found.setdefault((ref.uri, ref.digest, ref.size), reference)
-    return list(found.values())
+            references.setdefault((ref.uri, ref.digest, ref.size), reference)
+    return list(references.values())
 
 
 def verified_bytes(view: RunView) -> int:

@@ -138,8 +138,8 @@ def code_version(*packages: Path) -> str:
 
 def library_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    found = {name: installed_version(name) for name in _LIBRARIES}
-    return versions | {name: version for name, version in found.items() if version is not None}
+    releases = {name: installed_version(name) for name in _LIBRARIES}
+    return versions | {name: version for name, version in releases.items() if version is not None}
 
 
 def installed_version(name: str) -> str | None:

@@ -111,8 +111,8 @@ class RunDirectory:
 
 
 def checkpoint_folders(run: Path) -> dict[int, Path]:
-    found = (run / CHECKPOINTS).glob("[0-9]*")
-    folders = (path for path in found if path.name.isdecimal() and path.is_dir() and not path.is_symlink())
+    paths = (run / CHECKPOINTS).glob("[0-9]*")
+    folders = (path for path in paths if path.name.isdecimal() and path.is_dir() and not path.is_symlink())
     return dict(sorted((int(folder.name), folder) for folder in folders))
 
 
@@ -122,8 +122,8 @@ def _sweep(path: Path, ledger: Ledger) -> None:
         if ledger.step(int(folder.name)) is not None:
             RolloutShards(folder).clear()
     partial = (path / CHECKPOINTS).glob(durable.partial_folder(Path("*")).name)
-    found = checkpoint_folders(path).values()
-    unnamed = [folder for folder in found if folder.relative_to(path).as_posix() not in entered]
+    folders = checkpoint_folders(path).values()
+    unnamed = [folder for folder in folders if folder.relative_to(path).as_posix() not in entered]
     for folder in (*partial, *unnamed):
         shutil.rmtree(folder)
     durable.sweep(path)

@@ -93,14 +93,14 @@ class RunView:
 
     @cached_property
     def steps(self) -> dict[int, Commit]:
-        found = dict[int, Commit]()
+        commits = dict[int, Commit]()
         code_version = self.description.code_version
         for entry in self.ledger.entries:
             if isinstance(entry, SegmentEntry):
                 code_version = entry.code_version
             if isinstance(entry, StepEntry):
-                found[entry.step] = Commit(entry, self.ledger.tasks(entry.step), code_version)
-        return found
+                commits[entry.step] = Commit(entry, self.ledger.tasks(entry.step), code_version)
+        return commits
 
     @property
     def commits(self) -> list[Commit]:

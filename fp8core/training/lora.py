@@ -32,12 +32,12 @@ def learning_linears(shapes: Shapes, lora: LoraConfig | None) -> dict[str, tuple
 
 def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Every adapter's A, [rank, in], and B, [out, rank], by name."""
-    found: dict[str, tuple[int, ...]] = {}
+    adapters: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if is_target(name, lora):
             module = name.removesuffix(_WEIGHT)
-            found[module + RIGHT], found[module + LEFT] = (lora.rank, shape[1]), (shape[0], lora.rank)
-    return found
+            adapters[module + RIGHT], adapters[module + LEFT] = (lora.rank, shape[1]), (shape[0], lora.rank)
+    return adapters
 
 
 def adapter_refusals(arch: Architecture, lora: LoraConfig | None) -> Iterator[str]:

@@ -110,7 +110,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     ) -> tuple[list[dict[str, float]], ScoredBatch]:
         statistics = self._no_statistics()
         reports = list[dict[str, float]]()
-        found = list[tuple[Tensor, Tensor]]()
+        scores_by_update = list[tuple[Tensor, Tensor]]()
         for update, rows in enumerate(updates):
             part = corrected.rows(rows)
             with self._guarded():
@@ -123,9 +123,9 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
                     )
                 totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1, update + 1))
             reports.append(totals)
-            found.append(scores)
+            scores_by_update.append(scores)
         self._ranks.combine_counts(statistics.combine)
-        logprobs, entropy = (_concatenated(parts) for parts in zip(*found, strict=True))
+        logprobs, entropy = (_concatenated(parts) for parts in zip(*scores_by_update, strict=True))
         return reports, ScoredBatch(logprobs, entropy, statistics)
 
     def _pass_scores(self, batch: RolloutBatch, first: int, temperature: float, scales: Scales) -> dict[int, Tensor]:
@@ -147,14 +147,14 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             ours = audited[row]
             longest = len(ours)
             own = batch.fresh_mask[row, :longest]
-            found = first_differing(batch.rollout_logprobs[row, :longest], ours, own)
-            if found is None and row in passed and batch.stale_mask is not None:
+            difference = first_differing(batch.rollout_logprobs[row, :longest], ours, own)
+            if difference is None and row in passed and batch.stale_mask is not None:
                 # Each is as wide as the longest of the rows that were computed with it.
                 columns = slice(min(longest, len(passed[row])))
                 stale = (batch.policy_mask & batch.stale_mask)[row, columns]
-                found = first_differing(passed[row][columns], ours[columns], stale, "a pass")
-            if found:
-                raise LogprobError(self._not_applied(f"{batch.audited[row]}, {found}"))
+                difference = first_differing(passed[row][columns], ours[columns], stale, "a pass")
+            if difference:
+                raise LogprobError(self._not_applied(f"{batch.audited[row]}, {difference}"))
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         with self._guarded():
@@ -237,10 +237,10 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             self._backward(terms.loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
             return measured
 
-        found = shared_out(self._ranks, slices, learn, self._end_parts)
+        statistics_by_part = shared_out(self._ranks, slices, learn, self._end_parts)
         self._finish_gradients()
         totals: dict[str, float] = {}
-        for measured in found:
+        for measured in statistics_by_part:
             totals = merged(totals, measured)
         return totals, own
 

@@ -35,8 +35,8 @@ def even_groups(lengths: Sequence[int], micro_batch_tokens: int, ranks: int) -> 
     most = math.ceil(len(groups) / ranks) * ranks
     sizes = range(1, micro_batch_tokens)
     # A smaller size never makes fewer groups.
-    found = bisect_left(sizes, True, key=lambda size: sum(1 for _ in row_groups(lengths, size)) <= most)
-    return list(row_groups(lengths, sizes.start + found))
+    offset = bisect_left(sizes, True, key=lambda size: sum(1 for _ in row_groups(lengths, size)) <= most)
+    return list(row_groups(lengths, sizes.start + offset))
 
 
 def end_to_end(lengths: Sequence[int], multiple: int) -> PackedSequences:

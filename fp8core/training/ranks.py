@@ -85,12 +85,12 @@ def together(ranks: Ranks, act: Callable[[], Result]) -> list[Result]:
 
 
 def _without_errors(results: Iterable[Result | Exception]) -> list[Result]:
-    found = list[Result]()
+    own_results = list[Result]()
     for result in results:
         if isinstance(result, Exception):
             raise result
-        found.append(result)
-    return found
+        own_results.append(result)
+    return own_results
 
 
 # torch rounds pinned memory up to a power of two.
@@ -143,11 +143,11 @@ class RankWeights:
         for piece, part in zip(self._own, own.split(_PIECE_BYTES), strict=False):
             part.copy_(piece, non_blocking=True)
         parts = self._ranks.gathered(own, self._sizes)
-        found = dict[str, Tensor]()
+        tensors = dict[str, Tensor]()
         for name, (dtype, shape) in self._layouts.items():
             rank, start = self._places[name]
-            found[name] = parts[rank][start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        return found
+            tensors[name] = parts[rank][start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return tensors
 
     def close(self) -> None:
         del self._own

@@ -65,21 +65,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def check_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    _compare(path, *({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (found, wanted)))
+def check_shapes(path: Path, stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    _compare(path, *({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (stored, expected)))
 
 
 def header_of(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
     """The tensors of a file, which must have these names and shapes. Raises StoredFileError."""
-    found = tensor_header(path)
-    _compare(path, {name: tensor.spec.shape for name, tensor in found.items()}, wanted)
-    return found
+    header = tensor_header(path)
+    _compare(path, {name: tensor.spec.shape for name, tensor in header.items()}, wanted)
+    return header
 
 
-def check_digest(folder: Path, found: str, state: SavedState) -> None:
+def check_digest(folder: Path, digest: str, state: SavedState) -> None:
     """Raises StoredFileError: the weights are not those that the counters were saved with."""
-    if found != state.digest:
-        problem = f"digest: {state.digest}, but the weights have {found}"
+    if digest != state.digest:
+        problem = f"digest: {state.digest}, but the weights have {digest}"
         raise StoredFileError(f"{folder / STATE}: {problem}: not what was saved together")
 
 
@@ -110,19 +110,19 @@ def check_weights(folder: Path, weights_digest: str) -> None:
         return
     masters = tensor_header(folder / MASTERS)
     policy = read_folder(folder / POLICY)
-    found: dict[str, tuple[str, tuple[int, ...], str]] = {}
+    prints: dict[str, tuple[str, tuple[int, ...], str]] = {}
     if state.base is not None:
-        found = {name: ("bfloat16", each.spec.shape, fingerprint(each.whole())) for name, each in policy.items()}
+        prints = {name: ("bfloat16", each.spec.shape, fingerprint(each.whole())) for name, each in policy.items()}
     other: str | None = None
     for name, stored in masters.items():
         master = stored.whole()
-        found[name] = ("float32", stored.spec.shape, fingerprint(master))
+        prints[name] = ("float32", stored.spec.shape, fingerprint(master))
         if state.base is not None:
             continue
         rounded = master.bfloat16().view(torch.int16)
         if name not in policy or not torch.equal(rounded, policy[name].whole().view(torch.int16)):
             other = other or name
-    if (made := digest_of(found)) != weights_digest:
+    if (made := digest_of(prints)) != weights_digest:
         raise StoredFileError(
             f"{folder / MASTERS}: its weights have the digest {made}, those of the step have {weights_digest}"
         )
@@ -130,11 +130,11 @@ def check_weights(folder: Path, weights_digest: str) -> None:
         raise StoredFileError(f"{folder / POLICY}: tensor {other}: is not what {MASTERS} has, in BF16")
 
 
-def _compare(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in wanted.items():
-        if found.get(name) != shape:
-            there = f"shape {list(found[name])}" if name in found else "nothing"
+def _compare(path: Path, shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in expected.items():
+        if shapes.get(name) != shape:
+            there = f"shape {list(shapes[name])}" if name in shapes else "nothing"
             raise StoredFileError(f"{path}: tensor {name}: expected shape {list(shape)}, found {there}")
-    for name in found:
-        if name not in wanted:
+    for name in shapes:
+        if name not in expected:
             raise StoredFileError(f"{path}: tensor {name}: expected nothing of this name")

@@ -77,9 +77,9 @@ class UpdateGain:
             arrived = self._shipped(now, self._forms[part]) - self._shipped(before, self._forms[part])
             sums = [(each * intended).sum(-1).sum(-1).tolist() for each in (arrived, intended)]
             own += zip(*sums, strict=True)
-        found = self._joined(own)
-        whole = math.fsum(intended for _, intended in found)
-        return math.fsum(arrived for arrived, _ in found) / whole if whole else None
+        totals = self._joined(own)
+        whole = math.fsum(intended for _, intended in totals)
+        return math.fsum(arrived for arrived, _ in totals) / whole if whole else None
 
     def _stacked(self, tiles: Sequence[Tile]) -> Tensor:
         """FP32 [tiles, 128, 128], zero beyond an edge."""
@@ -87,15 +87,15 @@ class UpdateGain:
         return torch.stack(whole) if whole else torch.empty(0, TILE, TILE)
 
     def _shipped(self, tiles: Tensor, forms: Sequence[LinearFormat]) -> Tensor:
-        found = tiles.double()
+        values = tiles.double()
         for form in dict.fromkeys(forms):
             part = slice(forms.index(form), forms.index(form) + forms.count(form))
             if form == "bf16":
-                found[part] = tiles[part].bfloat16().double()
+                values[part] = tiles[part].bfloat16().double()
             elif form == "fp8_block":
                 group = self._grouping
                 rows = tiles[part].bfloat16().reshape(-1, TILE)
                 codes, scales = tile_codes(rows, group)
                 factors = scales.double().repeat_interleave(group.rows, 0).repeat_interleave(group.columns, 1)
-                found[part] = (decode(codes).double() * factors).view(-1, TILE, TILE)
-        return found
+                values[part] = (decode(codes).double() * factors).view(-1, TILE, TILE)
+        return values

@@ -36,31 +36,31 @@ def test_a_file_with_the_name_of_a_library_hides_none(written: Written, name: st
     library = name.removesuffix(".py")
     before = sys.modules.get(library)
     source = f"import {library}, fractions\ndef score(): return {library}.__file__, fractions.Fraction('0.5')"
-    found = load_code(written(name, source), "function")
-    assert (file_of(found.found), found.file.name) == (str(found.file), name)
-    library_file, half = found.found()
+    code = load_code(written(name, source), "function")
+    assert (file_of(code.target), code.file.name) == (str(code.file), name)
+    library_file, half = code.target()
     assert Path(library_file).parent == Path(decimal.__file__).parent
     assert half == 0.5
     assert before is None or sys.modules[library] is before
-    assert Path(str(importlib.import_module(library).__file__)) != found.file
+    assert Path(str(importlib.import_module(library).__file__)) != code.file
 
 
 def test_the_digest_is_of_the_bytes_that_were_executed(written: Written, tmp_path: Path) -> None:
     changes = "from pathlib import Path\nPath(__file__).write_text('def score(): return 2')\ndef score(): return 1"
     path = written("changing.py", changes)
-    found = load_code(path, "function")
-    assert found.found() == 1
-    assert found.digest == hashlib.sha256(changes.encode()).hexdigest()
+    code = load_code(path, "function")
+    assert code.target() == 1
+    assert code.digest == hashlib.sha256(changes.encode()).hexdigest()
     again = load_code(path, "function")
-    assert again.found() == 2
+    assert again.target() == 2
     assert (again.file, again.digest) == digest_of_code(path)
 
 
 def test_a_file_of_the_same_name_in_another_folder_is_another_module(written: Written, tmp_path: Path) -> None:
-    first = load_code(written("mine.py", "def score(): return 1"), "function").found
+    first = load_code(written("mine.py", "def score(): return 1"), "function").target
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.py").write_text("def score(): return 2")
-    second = load_code(f"{tmp_path / 'other' / 'mine.py'}:score", "function").found
+    second = load_code(f"{tmp_path / 'other' / 'mine.py'}:score", "function").target
     assert (first(), second()) == (1, 2)
     assert first.__module__ != second.__module__
 
@@ -72,4 +72,4 @@ def test_neighbours_are_found_where_they_were_asked_for_alone(written: Written) 
     with pytest.raises(UserError, match="No module named 'scale_of_mine'"):
         load_code(path, "function")
     find_neighbours(path)
-    assert load_code(path, "function").found() == 2
+    assert load_code(path, "function").target() == 2

@@ -84,8 +84,8 @@ class AlignedAttention(ScaledAttention):
 
 
 def _group(layer: Any) -> int:
-    found: int = layer.tp_q_head_num // layer.tp_k_head_num
-    return found
+    group_size: int = layer.tp_q_head_num // layer.tp_k_head_num
+    return group_size
 
 
 class AlignedSampler(SeededSampler):
@@ -105,10 +105,10 @@ class AlignedSampler(SeededSampler):
         logits = logits_output.next_token_logits
         if parameters is None:
             # Batches that SGLang captures and warms up with.
-            found: Tensor = super().forward(
+            tokens: Tensor = super().forward(
                 logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
             )
-            return found
+            return tokens
         (temperature,) = {each[TEMPERATURE] for each in parameters}
         logits = logits.float()
         tokens = logits.argmax(-1) if temperature == 0 else drawn(logits, sampling_info, positions)[0]

@@ -126,12 +126,12 @@ class SglangEngine(ResidentEngine):
         self._host.send(ADD, [(number, _request(request)) for number, request in requests.items()])
 
     def _outputs(self) -> list[tuple[int, Output]]:
-        found = list[tuple[int, Output]]()
-        while self._host.comes(0 if found else _STEP_SECONDS):
+        outputs = list[tuple[int, Output]]()
+        while self._host.comes(0 if outputs else _STEP_SECONDS):
             _, number, output = self._host.receive()
             assert output.pop("ids") == output["tokens"], "the log-probs are not those of the tokens"
-            found.append((number, Output(**output)))
-        return found
+            outputs.append((number, Output(**output)))
+        return outputs
 
     def _end(self, running: Sequence[int]) -> None:
         # The call that found the loss of the host has raised it.

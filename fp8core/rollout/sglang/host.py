@@ -156,12 +156,12 @@ class Host:
 
     async def _pass_on(self, running: Running, ended: ProcessExit) -> None:
         try:
-            found = [await asyncio.wait_for(ended.get(), _POLL_SECONDS)]
+            tasks = [await asyncio.wait_for(ended.get(), _POLL_SECONDS)]
         except TimeoutError:
             return
         while not ended.empty():
-            found.append(ended.get_nowait())
-        for task in found:
+            tasks.append(ended.get_nowait())
+        for task in tasks:
             self._pipe.send((FINISHED, running.pop(task), task.result()))
 
     async def _abort(self, running: Running) -> None:

@@ -98,13 +98,13 @@ class SglangPolicy(WorkerPolicy):
             getattr(layer, _OF_VALUES).copy_(held[2:3])
 
     def _read_scales(self) -> list[list[float]]:
-        found = []
+        layer_scales = []
         for layer in attention_layers(self._model):
             held: Tensor = getattr(layer, _SCALES)
             follows = torch.cat([held[0:1] * held[1:2], held[2:3]])
             kernel = torch.cat([getattr(layer, _OF_SCORES), getattr(layer, _OF_VALUES)])
-            found.append(torch.where((kernel == follows).all(), held, torch.nan))
-        rows: list[list[float]] = torch.stack(found).tolist()
+            layer_scales.append(torch.where((kernel == follows).all(), held, torch.nan))
+        rows: list[list[float]] = torch.stack(layer_scales).tolist()
         return rows
 
     def _caches(self) -> Iterator[Tensor]:
@@ -124,5 +124,5 @@ def _rule_of(linear: Any) -> str:
     x = torch.linspace(-3, 5, 4 * columns, device=weight.device).view(4, columns).to(torch.bfloat16)
     scales = linear.quant_method.quantise(x)[1].float()
     amax = x.float().view(4, columns // TILE, TILE).abs().amax(-1)
-    found = [rule for rule in ("pow2", "fp32") if torch.equal(scales, scale_from_amax(amax, rule))]
-    return found[0] if len(found) == 1 else "unknown"
+    rules = [rule for rule in ("pow2", "fp32") if torch.equal(scales, scale_from_amax(amax, rule))]
+    return rules[0] if len(rules) == 1 else "unknown"

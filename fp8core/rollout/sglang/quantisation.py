@@ -100,9 +100,9 @@ class PolicyQuantisation(QuantizationConfig):
 
     def _keeps(self, prefix: str) -> bool:
         stem, _, module = prefix.rpartition(".")
-        found = {f"{stem}.{part}" in self._kept for part in FUSED.get(module, (module,))}
-        assert len(found) == 1, f"{prefix}: its parts differ in format"
-        return found.pop()
+        formats = {f"{stem}.{part}" in self._kept for part in FUSED.get(module, (module,))}
+        assert len(formats) == 1, f"{prefix}: its parts differ in format"
+        return formats.pop()
 
 
 @cache

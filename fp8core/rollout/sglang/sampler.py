@@ -43,10 +43,10 @@ class SeededSampler(Sampler):
         """Greedy tokens and log-probs of given ones are left to SGLang's: no seed decides those."""
         given = any(ids is not None for ids in token_ids_logprobs)
         if sampling_info.custom_params is None or sampling_info.is_all_greedy or given:
-            found: Tensor = super().forward(
+            tokens: Tensor = super().forward(
                 logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
             )
-            return found
+            return tokens
         truncated = sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling
         assert not truncated, "requests of one kind run together, and of these none is truncated"
         assert not any(top_logprobs_nums), "nobody asks for the most likely ones"

@@ -93,17 +93,17 @@ class VllmPolicy(WorkerPolicy):
         }
 
     def linears(self) -> dict[str, dict[str, str]]:
-        found = {}
+        kernels = {}
         for name, module in self._model.named_modules():
             method = getattr(module, "quant_method", None)
             weight = getattr(module, "weight", None)
             if _has_experts(module):
                 kernel = getattr(method, "moe_kernel", None)
                 kernel = method if kernel is None else kernel.fused_experts
-                found[name] = _described(kernel, module.get_parameter("w13_weight"))
+                kernels[name] = _described(kernel, module.get_parameter("w13_weight"))
             elif name.endswith("_proj") and method is not None and weight is not None:
-                found[name] = _described(getattr(method, "fp8_linear", method), weight)
-        return found
+                kernels[name] = _described(getattr(method, "fp8_linear", method), weight)
+        return kernels
 
     def _activation_rule(self) -> ScaleRule:
         """`pow2` if every FP8 linear and expert quantises its input with power-of-two scales, else `fp32`."""
@@ -155,9 +155,9 @@ class VllmPolicy(WorkerPolicy):
 
 def _host_copies(layer: Any, name: str) -> set[float]:
     """Copies of a scale that some attention kernels read instead."""
-    found = {float(getattr(layer, f"_{name}_scale_float"))}
+    values = {float(getattr(layer, f"_{name}_scale_float"))}
     mirror = getattr(layer, f"_{name}_scale_cpu", None)
-    return found if mirror is None else found | {float(mirror)}
+    return values if mirror is None else values | {float(mirror)}
 
 
 def _has_experts(module: nn.Module) -> bool:

@@ -162,7 +162,7 @@ def _holders(parameter: Parameter, ranks: Iterable[ParallelRank], expert: int) -
     """The ranks that together hold a parameter, in the order of its cuts: experts are not cut by tensor parallelism."""
     if ".experts." in parameter.name:
         return [next(rank for rank in sorted(ranks) if rank.expert == expert)]
-    return [next(found) for _, found in groupby(sorted(ranks), key=lambda rank: rank.tensor)]
+    return [next(same_tensor) for _, same_tensor in groupby(sorted(ranks), key=lambda rank: rank.tensor)]
 
 
 def _joined(arch: Architecture, megatron: MegatronConfig, parameter: Parameter, policy: Mapping[str, Tensor]) -> Tensor:
@@ -231,11 +231,11 @@ def gathered(
 
     The first process has them on the CPU, the others have nothing. `device`: that processes exchange tensors on."""
     own = (rank, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in held.items()})
-    found: list[tuple[ParallelRank, dict[str, Spec]]] = [own] * get_world_size()
-    all_gather_object(found, own)
+    specs_by_rank: list[tuple[ParallelRank, dict[str, Spec]]] = [own] * get_world_size()
+    all_gather_object(specs_by_rank, own)
     first, parts = get_rank() == 0, dict[ParallelRank, dict[str, Tensor]]()
-    for process, name in senders(found):
-        of, specs = found[process]
+    for process, name in senders(specs_by_rank):
+        of, specs = specs_by_rank[process]
         dtype, shape = specs[name]
         here = process == get_rank()
         tensor = held[name].detach().contiguous() if here else torch.empty(shape, dtype=dtype, device=device)
@@ -245,18 +245,18 @@ def gathered(
     return parts
 
 
-def senders(found: Sequence[tuple[ParallelRank, Mapping[str, object]]]) -> Iterator[tuple[int, str]]:
+def senders(ranks: Sequence[tuple[ParallelRank, Mapping[str, object]]]) -> Iterator[tuple[int, str]]:
     """The sender of each tensor, in an order that all agree on: nothing is sent twice.
 
     Experts are alike wherever the share of experts is, all else wherever the share of the linears is.
     """
     processes: dict[ParallelRank, int] = {}
-    for process, (rank, _) in enumerate(found):
+    for process, (rank, _) in enumerate(ranks):
         processes.setdefault(rank, process)
     firsts: dict[tuple[bool, int], ParallelRank] = {}
     for rank in sorted(processes):
         for of_experts, part in ((True, rank.expert), (False, rank.tensor)):
             firsts.setdefault((of_experts, part), rank)
     for (of_experts, _), rank in firsts.items():
-        names = found[processes[rank]][1]
+        names = ranks[processes[rank]][1]
         yield from ((processes[rank], name) for name in names if (".experts." in name) == of_experts)

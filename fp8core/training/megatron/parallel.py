@@ -74,6 +74,6 @@ def joint_digest(tensors: Mapping[str, Tensor]) -> str:
     own = policy_digest(tensors)
     if get_world_size() == 1:
         return own
-    found = [""] * get_world_size()
-    all_gather_object(found, own)
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    digests = [""] * get_world_size()
+    all_gather_object(digests, own)
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()

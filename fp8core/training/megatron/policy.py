@@ -96,11 +96,13 @@ class MegatronPolicy:
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take this rank's share of a whole policy in the Hugging Face layout."""
         own = dict(self.model.named_parameters())
-        found = share(self.arch, self.megatron, self.style, self.rank, weights)
-        assert own.keys() == found.keys(), f"Megatron names other parameters: {sorted(own.keys() ^ found.keys())}"
+        own_share = share(self.arch, self.megatron, self.style, self.rank, weights)
+        assert own.keys() == own_share.keys(), (
+            f"Megatron names other parameters: {sorted(own.keys() ^ own_share.keys())}"
+        )
         for name, parameter in own.items():
-            assert parameter.shape == found[name].shape, f"{name}: {parameter.shape} is not {found[name].shape}"
-            parameter.data.copy_(found[name])
+            assert parameter.shape == own_share[name].shape, f"{name}: {parameter.shape} is not {own_share[name].shape}"
+            parameter.data.copy_(own_share[name])
 
     def parameters(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -111,13 +113,13 @@ class MegatronPolicy:
         Where processes share it, the first one has it on the CPU, and the others have nothing."""
         if len(parallel_ranks(self.megatron)) == 1:
             return policy_of(self.arch, self.megatron, self.style, {self.rank: shares})
-        found = gathered(self.rank, shares, self.device)
-        return policy_of(self.arch, self.megatron, self.style, found) if found else {}
+        whole = gathered(self.rank, shares, self.device)
+        return policy_of(self.arch, self.megatron, self.style, whole) if whole else {}
 
     def sharded(self) -> ShardedStateDict:
         metadata = {"dp_cp_group": data_group(), "non_homogeneous_layers": True, "singleton_local_shards": True}
-        found = self.model.sharded_state_dict(metadata=metadata)
-        return {name: found[name] for name, _ in self.model.named_parameters()}
+        state = self.model.sharded_state_dict(metadata=metadata)
+        return {name: state[name] for name, _ in self.model.named_parameters()}
 
     def hidden(self, micro_batch: CountedPack) -> Tensor:
         """[T, 1, hidden] after the final norm, differentiable."""

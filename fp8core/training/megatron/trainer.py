@@ -68,8 +68,8 @@ class MegatronTrainer(PolicyTrainer):
     def describe(self) -> dict[str, object]:
         versions = {name: installed_version(name) for name in ("megatron-core", "transformer-engine")}
         rule = self._contract.scale_rule
-        found = {"trainer": "megatron", "versions": versions, "scale_rule": rule, "ranks": get_world_size()}
-        return found | self._policy.describe()
+        description = {"trainer": "megatron", "versions": versions, "scale_rule": rule, "ranks": get_world_size()}
+        return description | self._policy.describe()
 
     def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else, in the Hugging Face layout."""
@@ -90,18 +90,18 @@ class MegatronTrainer(PolicyTrainer):
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         statistics = KvStatistics(self.arch.num_layers, self._policy.device)
         shape = (len(batch), int(batch.response_mask.sum(-1).max()))
-        found = torch.zeros(2, *shape)
+        scores = torch.zeros(2, *shape)
 
         def fill(micro_batch: CountedPack, *values: Tensor) -> None:
             if micro_batch.counts:
                 rows = micro_batch.pack.rows
                 mask = left_aligned(batch.response_mask[rows], shape[1])
-                for into, part in zip(found, values, strict=True):
+                for into, part in zip(scores, values, strict=True):
                     into[rows] = into[rows].masked_scatter(mask, part.cpu())
 
         self._observe(batch, temperature, statistics, scales, fill)
-        found = self._summed(found).masked_fill(~left_aligned(batch.response_mask, shape[1]), torch.nan)
-        return ScoredBatch(found[0], found[1], statistics)
+        scores = self._summed(scores).masked_fill(~left_aligned(batch.response_mask, shape[1]), torch.nan)
+        return ScoredBatch(scores[0], scores[1], statistics)
 
     @torch.no_grad()
     def statistics(self, batch: TokenBatch) -> KvStatistics:
@@ -160,16 +160,16 @@ class MegatronTrainer(PolicyTrainer):
         # A copy: the sum below is of the values as they are.
         largest = values.to(self._policy.device, copy=True)
         all_reduce(largest, op=ReduceOp.MAX)
-        found = dict(zip(_STATISTICS, self._summed(values).tolist(), strict=True))
-        return found | {n: v for n, v in zip(_STATISTICS, largest.tolist(), strict=True) if n in MAXIMA}
+        sums = dict(zip(_STATISTICS, self._summed(values).tolist(), strict=True))
+        return sums | {n: v for n, v in zip(_STATISTICS, largest.tolist(), strict=True) if n in MAXIMA}
 
     def _own_packs(self, batch: TokenBatch) -> list[CountedPack]:
         """This process's packs, on its device. All processes have equally many, so some do not count."""
         megatron = self._config.megatron
         group = parallel.data_group()
-        found = list(packs(batch, megatron.micro_batch_tokens, token_multiple(megatron)))
-        own = range(group.rank(), len(found) + group.rank(), group.size())
-        counted = (CountedPack(found[min(index, len(found) - 1)], index < len(found)) for index in own)
+        all_packs = list(packs(batch, megatron.micro_batch_tokens, token_multiple(megatron)))
+        own = range(group.rank(), len(all_packs) + group.rank(), group.size())
+        counted = (CountedPack(all_packs[min(index, len(all_packs) - 1)], index < len(all_packs)) for index in own)
         return [pack.to(self._policy.device) for pack in counted]
 
     def _summed(self, values: Tensor) -> Tensor:

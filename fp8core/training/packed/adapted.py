@@ -84,7 +84,7 @@ class AdaptedMasters(SharedRows):
     def digest(self) -> str:
         trainable = self._adapters.trainable
         digits = zip(trainable, fingerprints(list(trainable.values())), strict=True)
-        adapters = {name: ("float32", self.learnt_shapes[name], found) for name, found in digits}
+        adapters = {name: ("float32", self.learnt_shapes[name], each) for name, each in digits}
         return digest_of(self._rounded(self.named()) | adapters)
 
     def describe(self) -> dict[str, object]:
@@ -101,9 +101,9 @@ class AdaptedMasters(SharedRows):
                 continue
             module = part.removesuffix(".weight")
             of_pair = adapter_gradients(rows, *pair, self._adapters.factor)
-            for side, found in zip((LEFT, RIGHT), of_pair, strict=True):
+            for side, side_gradient in zip((LEFT, RIGHT), of_pair, strict=True):
                 before = self._gradients.get(module + side)
-                self._gradients[module + side] = found if before is None else before.add_(found)
+                self._gradients[module + side] = side_gradient if before is None else before.add_(side_gradient)
 
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The gradients of all adapters, added in the order of the ranks; zeros where no part has reached one."""
@@ -142,7 +142,7 @@ class AdaptedMasters(SharedRows):
         """The input of `digest_of`, in BF16; one is made at a time."""
         sums = [slice_sums([self.slice_of(name, own[name].bfloat16())])[0] for name in own]
         digits = combined(self._ranks.joined([sums]))
-        return {name: ("bfloat16", self.shapes[name], found) for name, found in zip(own, digits, strict=True)}
+        return {name: ("bfloat16", self.shapes[name], each) for name, each in zip(own, digits, strict=True)}
 
 
 PackedMasters = Masters | AdaptedMasters

@@ -199,13 +199,13 @@ class PackedLayer(nn.Module):
 
 
 def _fillings(stacks: Mapping[str, Stack], filled: Mapping[str, Stack]) -> dict[str, TilePadding]:
-    found = dict[str, TilePadding]()
+    paddings = dict[str, TilePadding]()
     for name in (*_LINEARS, "qkv_bias"):
         if name in stacks and stacks[name] != filled[name]:
             parts, rooms = (tuple(rows for _, rows in each[name].parts) for each in (stacks, filled))
             columns, width = (math.prod(each[name].width) for each in (stacks, filled))
-            found[name] = TilePadding(parts, rooms, columns, width)
-    return found
+            paddings[name] = TilePadding(parts, rooms, columns, width)
+    return paddings
 
 
 class FirstHalf(NamedTuple):

@@ -116,7 +116,7 @@ class SharedRows:
 
     def joined(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `gathered`, one layer at a time; tensors by Hugging Face name, scales by theirs."""
-        shapes, found = self.shapes, dict[str, Tensor]()
+        shapes, joined = self.shapes, dict[str, Tensor]()
         for _, names in groupby(made, layer_of):
             unit = list(names)
             bases = [name.removesuffix(SCALE_SUFFIX) for name in unit]
@@ -126,8 +126,8 @@ class SharedRows:
                     for name, base in zip(unit, bases, strict=True)
                 ]
             )
-            found |= zip(unit, whole, strict=True)
-        return found
+            joined |= zip(unit, whole, strict=True)
+        return joined
 
     def _gathered(self, made: Sequence[tuple[Tensor, list[int], int]]) -> list[Tensor]:
         """From own rows of each, the rows of its parts, and how many of them a row stands for."""
@@ -138,11 +138,11 @@ class SharedRows:
         flat = torch.cat([bytes_in_order(tensor) for tensor, _, _ in made])
         received = self._ranks.gathered(flat, [sum(each) for each in sizes])
         split = [iter(held.split(each)) for held, each in zip(received, sizes, strict=True)]
-        found = list[Tensor]()
+        wholes = list[Tensor]()
         for (tensor, _, _), parts in zip(made, pieces, strict=True):
             whole = torch.cat([next(each) for _ in parts for each in split])
-            found.append(whole.view(tensor.dtype).view(-1, *tensor.shape[1:]))
-        return found
+            wholes.append(whole.view(tensor.dtype).view(-1, *tensor.shape[1:]))
+        return wholes
 
     def summing(self, gradients: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Begin to exchange whole gradients; the result gives the own rows, added in the order of the ranks; FP32."""
@@ -153,10 +153,10 @@ class SharedRows:
         for name, gradient in gradients.items():
             stack = self._stacks[name]
             for (_, rows), part in zip(stack.parts, gradient.split([rows for _, rows in stack.parts]), strict=True):
-                for rank, found in enumerate(parts):
+                for rank, rows_of_rank in enumerate(parts):
                     wanted = own_rows(rows, rank, count)
-                    found.append(part[wanted.start : wanted.stop].reshape(-1))
-        names, received = list(gradients), self._ranks.exchange([torch.cat(found) for found in parts])
+                    rows_of_rank.append(part[wanted.start : wanted.stop].reshape(-1))
+        names, received = list(gradients), self._ranks.exchange([torch.cat(rows_of_rank) for rows_of_rank in parts])
 
         def summed() -> dict[str, Tensor]:
             total, *others = received()
@@ -204,12 +204,12 @@ class Masters(SharedRows):
 
     def trainable(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Tensors that learn on this rank, or those that `collected` gave, by the names of `learnt_shapes`."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, own in (self._own if values is None else values).items():
             stack = self._stacks[name]
             views = own.split(self._rows(stack, self._ranks.rank))
-            found |= {part: view for (part, _), view in zip(stack.parts, views, strict=True)}
-        return found
+            tensors |= {part: view for (part, _), view in zip(stack.parts, views, strict=True)}
+        return tensors
 
     def own(self, name: str) -> Tensor:
         """FP32 [own rows, ...], by its name in the decoder."""
@@ -233,7 +233,7 @@ class Masters(SharedRows):
     def digest(self) -> str:
         own = self.named()
         digits = combined(self._ranks.joined([slice_sums([self.slice_of(*each) for each in own.items()])]))
-        return digest_of({name: ("float32", self.shapes[name], found) for name, found in zip(own, digits, strict=True)})
+        return digest_of({name: ("float32", self.shapes[name], each) for name, each in zip(own, digits, strict=True)})
 
     def describe(self) -> dict[str, object]:
         return {}
@@ -247,11 +247,11 @@ class Masters(SharedRows):
 
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The gradients of all packs of all ranks, which the collectors give away."""
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         # The order of a backward, so that what is whole goes as early as it can.
         for unit in reversed(self.units):
-            found |= self.summing({name: _taken(collectors[name]) for name in unit})()
-        return found
+            gradients |= self.summing({name: _taken(collectors[name]) for name in unit})()
+        return gradients
 
     def drop_gradients(self) -> None:
         """Collectors have them all."""
@@ -286,9 +286,9 @@ class PassMasters(Masters):
         self._add(arriving())
 
     def _add(self, arrived: Mapping[str, Tensor]) -> None:
-        for name, found in arrived.items():
+        for name, gradient in arrived.items():
             before = self._sums.get(name)
-            self._sums[name] = found if before is None else before.add_(found)
+            self._sums[name] = gradient if before is None else before.add_(gradient)
 
     def end_passes(self, passes: int) -> None:
         while self._exchanges < passes * len(self._order):
@@ -298,12 +298,12 @@ class PassMasters(Masters):
         self._add(arriving())
 
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         for unit in reversed(self.units):
             whole = {name: _taken(collectors[name]) for name in unit if name not in self._sums}
-            found |= self.summing(whole)() | {name: self._sums[name] for name in unit if name in self._sums}
+            gradients |= self.summing(whole)() | {name: self._sums[name] for name in unit if name in self._sums}
         self.drop_gradients()
-        return found
+        return gradients
 
     def drop_gradients(self) -> None:
         self._sums, self._exchanges, self._travelling = {}, 0, dict
