@@ -4,8 +4,8 @@
 
 Rows: parts_kl.json (`benchmarks.studies.parts_kl`), recipe_errors.json (`benchmarks.studies.recipe_errors`), and
 recipe_hopper.json: of `benchmarks.rollout_hopper` the engines qwen3-8b/fp8_linear_kv/aligned/{fp32_activations,pow2},
-one after the other on one H200, and of `benchmarks.training_hopper` the cells qwen3-8b/fp8_block_kv and
-qwen3-8b/fp8_block_kv/pow2, each on a host of its own.
+of `benchmarks.training_hopper` the cells qwen3-8b/fp8_block_kv/pow2 and qwen3-8b/fp8_block_kv, one after the other on
+one H200 each, and of `benchmarks.small_hopper` the variant fp8_end_to_end_kv_tools_asynchronous.
 
 Predicted before the rollouts and training steps were measured: 0.99x to 1.00x of the speed of powers of two. In a
 decode step quotients take a few microseconds more a layer; a training step has 50 ms more of quantisers and 15 ms less
@@ -86,21 +86,12 @@ def rounding_table(rows: Sequence[Row]) -> str:
 
 
 def speed_table(rows: Sequence[Row]) -> str:
-    header = ["Qwen3-8B's shape on an H200", "recipe", "tokens/s", "host"]
+    header = ["Qwen3-8B's shape on an H200", "recipe", "tokens/s"]
     names = {"rollout": "rollout, 256 x (512 + 3072)", "training": "training step, 65,536 tokens"}
+    speeds = [row for row in rows if row["kind"] in names]
     return table(
-        header,
-        [
-            [names[row["kind"]], f"`{row['scale_rule']}`{_gradients(row)}", f"{row['tokens_per_s']:,.0f}", row["host"]]
-            for row in rows
-            if row["kind"] in names
-        ],
+        header, [[names[row["kind"]], f"`{row['scale_rule']}`", f"{row['tokens_per_s']:,.0f}"] for row in speeds]
     )
-
-
-def _gradients(row: Row) -> str:
-    other = row["kind"] == "training" and row["scale_rule"] == "fp32_activations" and row["gradients"] == "pow2"
-    return ", output gradients by powers of two" if other else ""
 
 
 def draw(rows: Sequence[Row]) -> None:
