@@ -115,7 +115,10 @@ def multiply(product: Product, device: str = "cuda") -> None:
     # The longest first: its memory serves the others, where rising sizes would each take more of the GPU.
     for rows in sorted(product.rows, reverse=True):
         if product.operands == "bf16":
-            head_logits(*(torch.zeros(n, contraction, dtype=torch.bfloat16, device=device) for n in (rows, outputs)))
+            hidden, weight = (torch.zeros(n, contraction, dtype=torch.bfloat16, device=device) for n in (rows, outputs))
+            head_logits(hidden, weight)
+            # Else it would stay until the next ones are there.
+            del hidden, weight
         elif product.operands == "fp8_gradient":
             weight_gradient_gemm(zeros(outputs, rows), zeros(contraction, rows))
         else:
