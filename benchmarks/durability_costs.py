@@ -43,7 +43,7 @@ from fp8core.report.console import Console
 from fp8core.run.checkpoint import checkpoint_due, save_state
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
-from fp8core.run.loop import begin, iterate, next_step, train
+from fp8core.run.loop import IN_PROCESS, begin, next_step, train
 from fp8core.run.open import open_directory, open_run
 from fp8core.run.refusals import graph_of
 from fp8core.store.artifacts import ArtifactStore, Ref, RolloutShards
@@ -153,7 +153,7 @@ def writing(config: RunConfig) -> dict[str, Any]:
 def iteration_seconds(run: RunContext, index: int) -> tuple[float, float]:
     """Seconds of an iteration, and of the bodies of its tasks."""
     began = time.perf_counter()
-    results = iterate(run, index, carried(run, index))
+    results = IN_PROCESS.iterate(run, index)
     return time.perf_counter() - began, sum(result.entry.seconds for result in results.values())
 
 
@@ -167,7 +167,7 @@ def checkpoint_seconds(run: RunContext, index: int) -> float:
 
 def shard_seconds(run: RunContext, index: int) -> float:
     """Seconds of a step's shards: groups whose longest completions are equally long were written together."""
-    rollouts = run.directory.store.get_table(run.directory.ledger.artifacts(index)["rollouts"])
+    rollouts = run.store.get_table(run.directory.ledger.artifacts(index)["rollouts"])
     rows = rollouts.to_pylist()
     longest: dict[int, int] = defaultdict(int)
     for row in rows:

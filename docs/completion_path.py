@@ -115,7 +115,7 @@ def _run(
 
 def _first_completion(run: RunContext) -> CompletionData:
     """Of a completion whose reward is not the mean of its group."""
-    artifacts, store = run.directory.ledger.artifacts(1), run.directory.store
+    artifacts, store = run.directory.ledger.artifacts(1), run.store
     tables = {name: store.get_table(artifacts[name]).to_pylist() for name in ("rollouts", "rewards", "advantages")}
     rows = zip(*tables.values(), strict=True)
     rollout, reward, advantage = next(row for row in rows if row[2]["advantage"] and len(row[0]["tokens"]) > 2)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 from prefect import task
@@ -18,12 +18,11 @@ from flows.training_pages import TrainingPages
 from fp8core.config.step_graph import PlannedStep, StepGraph
 from fp8core.report.console import shows_sample
 from fp8core.report.summary import overhead_ms
-from fp8core.run.context import RunContext, live_run
-from fp8core.run.execute import TaskResult, run_step, step_metrics
+from fp8core.run.context import RunContext
+from fp8core.run.execute import TaskResult, carried, commit_step, run_step, step_key, step_metrics, stored_result
 from fp8core.run.loop import Execution, next_step, save_last
 from fp8core.run.precision_gap import gap_line
 from fp8core.run.rollouts import written_sample
-from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
 from fp8core.store.metrics import Interval
 
@@ -36,7 +35,7 @@ class FlowExecution(Execution):
     def __init__(self, session: Session, pages: TrainingPages, stop: StopRequest) -> None:
         graph = session.run.graph
         self._session, self._pages, self._stop = session, pages, stop
-        self._steps = {planned.name: _prefect_step(planned) for planned in graph.steps}
+        self._steps = {planned.name: _as_task(run_step, planned.name) for planned in graph.steps}
         self._producers = {planned.name: _producers(graph, planned) for planned in graph.steps}
         self._calls: dict[str, Any] = {}
         self._last: list[State[Any]] = []
@@ -44,36 +43,35 @@ class FlowExecution(Execution):
         self._began, self._intervals = 0.0, list[Interval]()
 
     def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
-        def timed() -> T:
-            began = time.perf_counter()
-            result = body()
-            self._intervals.append((began, time.perf_counter()))
-            return result
-
         if name not in self._calls:
-            self._calls[name] = _as_task(name)(_run_body)
+            self._calls[name] = _as_task(_timed, name)
         with self._pages.place():
             # Quoted: Prefect need not look for futures in it.
-            state = self._calls[name](
-                run.directory.path, index, quote(timed), wait_for=self._last or None, return_state=True
-            )
-        result: T = state.result()
+            state = self._calls[name](index, quote(body), wait_for=self._last or None, return_state=True)
+        result: T
+        result, interval = state.result()
+        self._intervals.append(interval)
         self._last = [state]
         return result
 
-    def steps(self, run: RunContext, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
+    def iterate(self, run: RunContext, index: int) -> dict[str, TaskResult]:
         """Each step begins when the steps whose artifacts it reads have ended, whatever else is under way.
 
         An update of the live trainer runs in this thread. So does the first of those that may begin where none is under
         way: a call costs less than a submission.
         """
-        artifacts, results = dict(inputs), dict[str, TaskResult]()
+        artifacts, results = carried(run, index), dict[str, TaskResult]()
         states, under_way = dict[str, State[Any]](), dict[PrefectFuture[Any], str]()
 
-        def arguments(planned: PlannedStep) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def bound(planned: PlannedStep) -> tuple[Any, dict[str, Any]]:
+            """The Prefect task of a step, and its arguments. All are quoted: Prefect neither copies nor reads them."""
             ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
             after = [states[producer] for producer in sorted(self._producers[planned.name])]
-            return (run.directory.path, index, quote(ports)), {"wait_for": after or None}
+            options = {"index": index, "wait_for": after or None}
+            if (stored := stored_result(run, index, planned, step_key(run, index, planned, ports))) is not None:
+                return _as_task(_cached, planned.name), {"stored": quote(stored), **options}
+            arguments = {"run": quote(run), "planned": quote(planned), "inputs": quote(ports)}
+            return self._steps[planned.name], arguments | options
 
         run.halted.clear()
         try:
@@ -84,11 +82,11 @@ class FlowExecution(Execution):
                     own = next(iter(updates or ([] if under_way else waiting)), None)
                     for planned in waiting:
                         if planned is not own and not planned.spec.redo:
-                            values, options = arguments(planned)
-                            under_way[self._steps[planned.name].submit(*values, **options)] = planned.name
+                            prefect_task, arguments = bound(planned)
+                            under_way[prefect_task.submit(**arguments)] = planned.name
                     if own is not None:
-                        values, options = arguments(own)
-                        name, state = own.name, self._steps[own.name](*values, **options, return_state=True)
+                        prefect_task, arguments = bound(own)
+                        name, state = own.name, prefect_task(**arguments, return_state=True)
                     else:
                         future = next(as_completed([*under_way]))
                         future.wait()
@@ -101,11 +99,12 @@ class FlowExecution(Execution):
         finally:
             wait([*under_way])
         self._last = [states[name] for name in states.keys() - set().union(*self._producers.values())]
+        self.call(run, "commit", index, partial(commit_step, run, index))
         return results
 
     def stage_done(self, run: RunContext, name: str, result: TaskResult) -> None:
         if name == "precision_gap" and not result.reused:
-            run.console.note(gap_line(run.directory.store.get_json(result.entry.outputs["precision_gap"])))
+            run.console.note(gap_line(run.store.get_json(result.entry.outputs["precision_gap"])))
 
     def restored(self, run: RunContext, redone: int) -> None:
         self._session.mlflow.follow_ledger()
@@ -137,9 +136,10 @@ class FlowExecution(Execution):
         self._session.publisher.wake()
 
 
-def _as_task(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Make a Prefect task of a function of (folder, index, ...). The ledger persists and caches, not Prefect."""
-    return task(name=name, task_run_name=f"{name}-{{index}}", persist_result=False, cache_policy=NO_CACHE)
+def _as_task(function: Callable[..., Any], name: str) -> Any:
+    """Make a Prefect task of a function with an argument `index`. The ledger persists and caches, not Prefect."""
+    made = task(name=name, task_run_name=f"{name}-{{index}}", persist_result=False, cache_policy=NO_CACHE)
+    return made(function)
 
 
 def _producers(graph: StepGraph, reader: PlannedStep) -> set[str]:
@@ -147,16 +147,12 @@ def _producers(graph: StepGraph, reader: PlannedStep) -> set[str]:
     return {step.name for step in graph.steps if not read.isdisjoint(step.outputs.values())}
 
 
-def _prefect_step(planned: PlannedStep) -> Any:
-    @_as_task(planned.name)
-    def body(folder: Path, index: int, inputs: dict[str, Ref]) -> Any:
-        result = run_step(live_run(folder), index, planned, inputs)
-        # Shown as cached, so that a user sees what a resumed run did not repeat.
-        return Completed(name="Cached", data=result) if result.reused else result
-
-    return body
+def _cached(index: int, stored: TaskResult) -> State[TaskResult]:
+    """A user sees what a resumed run did not repeat."""
+    return Completed(name="Cached", data=stored)
 
 
-def _run_body(folder: Path, index: int, body: Callable[[], T]) -> T:
-    live_run(folder)  # Torch's thread count belongs to a thread.
-    return body()
+def _timed(index: int, body: Callable[[], T]) -> tuple[T, Interval]:
+    began = time.perf_counter()
+    result = body()
+    return result, (began, time.perf_counter())

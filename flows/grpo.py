@@ -134,7 +134,7 @@ def finish(session: Session, console: Console) -> dict[str, Any]:
         "mlflow_run_id": tracker.run_id,
         "chain_head": str(Head.of(stored_manifest(run, next_step(run) - 1))),
         # As stored: no rank is needed any more, and one may be lost.
-        "weights_digest": run.directory.store.get_json(carried(run, next_step(run))["policy"])["weights_digest"],
+        "weights_digest": run.store.get_json(carried(run, next_step(run))["policy"])["weights_digest"],
         "seconds": {**time_spent(data.view), "total": sum(data.view.process_seconds)},
         "bounds": f"{', '.join(named)}; at the end {bounds.summary}" if crossed else bounds.summary,
         "bounds_crossed": len(crossed) if crossed or bounds.judges else None,

@@ -4,7 +4,7 @@ from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import average_amax
 from fp8core.run.batches import read_amax, store_scales, token_batch
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -15,7 +15,7 @@ from tasks.step import step
     outputs={"next_scales": "scales"},
 )
 def calibrate(
-    run: RunContext,
+    run: StepContext,
     index: int,
     options: NoOptions,
     kv_statistics: Ref,
@@ -24,7 +24,7 @@ def calibrate(
     rollouts: Ref | None = None,
 ) -> dict[str, Ref]:
     """s_{i+1}: the average over steps of amax in the log-prob pass under v_i, or in a fresh pass under v_{i+1}."""
-    store = run.directory.store
+    store = run.store
     version = store.get_json(next_policy)["version"]
     previous = read_amax(store.get_json(scales))
     if run.config.calibration.source == "logprob_pass":
@@ -33,6 +33,6 @@ def calibrate(
         if rollouts is None:
             raise UserError("calibration.source=fresh_pass needs the rollouts: add them to the needs of calibrate")
         table = store.get_table(rollouts, ["prompt_tokens", "tokens"])
-        current = run.ready_trainer().statistics(token_batch(table)).amax()
+        current = run.trainer.statistics(token_batch(table)).amax()
     averaged = average_amax(previous, current, run.config.calibration.average)
     return {"next_scales": store_scales(run, version, averaged)}

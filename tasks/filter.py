@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8core.config.section import Section
 from fp8core.run.batches import baseline_mask, rows_with_signal
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -24,9 +24,9 @@ class FilterOptions(Section):
 
 
 @step(inputs={"rewards": "rewards"}, outputs={"filtered": "rewards"}, options=FilterOptions)
-def filter(run: RunContext, index: int, options: FilterOptions, rewards: Ref) -> dict[str, Ref]:
+def filter(run: StepContext, index: int, options: FilterOptions, rewards: Ref) -> dict[str, Ref]:
     """Clear `keep` of every completion of a group that stays out of the loss: the scores in its baseline are equal."""
-    store = run.directory.store
+    store = run.store
     table = store.get_table(rewards)
     filtered = keep_informative(table, options.groups, baseline_mask(table, run.config))
     return {"filtered": store.put_table("rewards", filtered)}

@@ -2,7 +2,7 @@
 
 from fp8core.config.steps import NoOptions
 from fp8core.run.batches import SCORED_COLUMNS, policy_batch, read_scales, stored_scores, trainer_of_policy
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -12,10 +12,10 @@ from tasks.step import step
     outputs={"logprobs": "logprobs", "kv_statistics": "kv_statistics"},
 )
 def logprobs(
-    run: RunContext, index: int, options: NoOptions, rollouts: Ref, policy: Ref, scales: Ref
+    run: StepContext, index: int, options: NoOptions, rollouts: Ref, policy: Ref, scales: Ref
 ) -> dict[str, Ref]:
     trainer = trainer_of_policy(run, policy)
-    table = run.directory.store.get_table(rollouts, SCORED_COLUMNS)
+    table = run.store.get_table(rollouts, SCORED_COLUMNS)
     current = read_scales(run, scales)
     batch = policy_batch(table)
     scored = trainer.logprobs(batch, run.config.rollout.temperature, current.layers)

@@ -29,7 +29,7 @@ from fp8core.run.batches import (
     read_scales,
     rows_with_signal,
 )
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.run.episodes import episode_means
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COMPLETION_KEY, LOGPROBS, SCORE, key_of, row_numbers, scores_of
@@ -59,11 +59,11 @@ from tasks.step import step
     },
     outputs={"metrics": "metrics"},
 )
-def record(run: RunContext, index: int, options: NoOptions, **artifacts: Ref) -> dict[str, Ref]:
+def record(run: StepContext, index: int, options: NoOptions, **artifacts: Ref) -> dict[str, Ref]:
     """With `behaviour` both policies are compared over log-probs of the versions that wrote the tokens.
 
     `learnt` has the rewards as the update read them."""
-    store = run.directory.store
+    store = run.store
     # Tokens are of one version where nothing may be stale, and the table has no column for it then.
     versions = ["versions"] if "behaviour" in artifacts and run.config.pipeline.max_staleness else []
     columns = [*COMPLETION_KEY, "tokens", "logprobs", "written", "finish", *versions]

@@ -12,10 +12,10 @@ from tasks.step import step
 def reference(run: RunContext, index: int, options: NoOptions, rollouts: Ref, scales: Ref) -> dict[str, Ref]:
     """The reference is the policy the run started GRPO from: after the warm start, or the checkpoint itself."""
     run.sleep_engine()
-    if run.reference is None:
-        run.reference = initial_trainer(run)
-    table = run.directory.store.get_table(rollouts, SCORED_COLUMNS)
+    if run.workers.reference is None:
+        run.workers.reference = initial_trainer(run)
+    table = run.store.get_table(rollouts, SCORED_COLUMNS)
     current = read_scales(run, scales).layers
-    scored = run.reference.logprobs(token_batch(table), run.config.rollout.temperature, current)
-    run.reference.rest()
-    return {"reference": run.directory.store.put_table("logprobs", logprob_table(table, scored))}
+    scored = run.workers.reference.logprobs(token_batch(table), run.config.rollout.temperature, current)
+    run.workers.reference.rest()
+    return {"reference": run.store.put_table("logprobs", logprob_table(table, scored))}

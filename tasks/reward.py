@@ -4,7 +4,7 @@ import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
 from fp8core.rewards.scorer import check_reward
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.run.rollouts import counts, score, stored_endings, tell_failures
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COMPLETION_KEY, REWARDS, SCORE, keys_of
@@ -17,16 +17,16 @@ from tasks.step import step
     outputs={"rewards": "rewards"},
 )
 def reward(
-    run: RunContext, index: int, options: NoOptions, prompts: Ref, rollouts: Ref, turns: Ref | None = None
+    run: StepContext, index: int, options: NoOptions, prompts: Ref, rollouts: Ref, turns: Ref | None = None
 ) -> dict[str, Ref]:
-    store = run.directory.store
+    store = run.store
     completions = store.get_table(rollouts, [*COMPLETION_KEY, "text", "finish"])
     played = None if turns is None else store.get_table(turns)
     table = reward_table(run, store.get_table(prompts), completions, played)
     return {"rewards": store.put_table("rewards", table)}
 
 
-def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
+def reward_table(run: StepContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
     scored = score(run.verifier, prompts.drop_columns(["tokens"]).to_pylist(), stored_endings(rollouts, turns))
     tell_failures(run, "rewards", [found.verdict for found in scored])
     none = {f"{SCORE}{part.name}": 0.0 for found in scored for part in found.verdict.added}

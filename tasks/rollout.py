@@ -42,7 +42,7 @@ def rollout(
 
     Policy and scales order the steps and enter the key: the last sync gave both to the engine. Raises UserError: every
     episode ended before the policy's first turn, or by a failure of the environment."""
-    store, config = run.directory.store, run.config
+    store, config = run.store, run.config
     given = {} if prompts is None else {index: store.get_table(prompts)}
     source = StreamPrompts(run, given)
     if stream is None:

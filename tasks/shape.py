@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from fp8core.config.section import Section
 from fp8core.rl.advantages import overlong_penalty
 from fp8core.rl.batch import padded
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import REWARDS, scores_of
 from tasks.step import step
@@ -33,9 +33,9 @@ class ShapeOptions(Section):
     outputs={"shaped": "rewards"},
     options=ShapeOptions,
 )
-def shape(run: RunContext, index: int, options: ShapeOptions, rollouts: Ref, rewards: Ref) -> dict[str, Ref]:
+def shape(run: StepContext, index: int, options: ShapeOptions, rollouts: Ref, rewards: Ref) -> dict[str, Ref]:
     """Lengths are of what the policy wrote. Completions that were cut off may leave loss and baseline."""
-    store = run.directory.store
+    store = run.store
     table = shaped(store.get_table(rollouts), store.get_table(rewards), options)
     return {"shaped": store.put_table("rewards", table)}
 

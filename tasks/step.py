@@ -1,7 +1,7 @@
 """Declaration of a function as a step of the iteration.
 
     @step(inputs={"rollouts": "rollouts"}, outputs={"rewards": "rewards"})
-    def reward(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> dict[str, Ref]: ...
+    def reward(run: StepContext, index: int, options: NoOptions, rollouts: Ref) -> dict[str, Ref]: ...
 
 A step is a function of its inputs, its options, the run's configuration and its code.
 """

@@ -21,7 +21,7 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     """Write beside the update, under the policy that it starts from.
 
     `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it."""
-    store, opened, source = run.directory.store, opened_stream(run, left, index), StreamPrompts(run)
+    store, opened, source = run.store, opened_stream(run, left, index), StreamPrompts(run)
     written, judged = StreamWriter(run, index, source, opened.rows), opened.whole()
     schedule = chunks_ahead(run, index, lambda: written.has_more(opened.rows))
     chunks = run_ahead(opened, index - 1, schedule, written, source.enter)
@@ -46,7 +46,7 @@ def chunks_ahead(run: RunContext, index: int, has_more: Callable[[], bool]) -> I
         return chunks_of(pipeline.ahead_tokens, pipeline.chunk_tokens)
     stored = {ref.kind: ref for ref in (run.replayed or run.directory.ledger).artifacts(index).values()}
     if "schedule" in stored:
-        chunks: list[int] = run.directory.store.get_json(stored["schedule"])["chunks"]
+        chunks: list[int] = run.store.get_json(stored["schedule"])["chunks"]
         return chunks
     return _until_updated(run, index, has_more)
 

@@ -2,7 +2,7 @@
 
 from fp8core.config.steps import NoOptions
 from fp8core.run.batches import read_scales
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.run.policy import push
 from fp8core.store.artifacts import Ref
 from tasks.step import step
@@ -14,11 +14,11 @@ from tasks.step import step
     outputs={"sync_report": "sync_report"},
 )
 def sync(
-    run: RunContext, index: int, options: NoOptions, next_policy: Ref, next_scales: Ref, next_stream: Ref | None = None
+    run: StepContext, index: int, options: NoOptions, next_policy: Ref, next_scales: Ref, next_stream: Ref | None = None
 ) -> dict[str, Ref]:
     """`next_stream`: what was generated beside the update, which has ended."""
-    expected = run.directory.store.get_json(next_policy)
-    trainer = run.ready_trainer()
+    expected = run.store.get_json(next_policy)
+    trainer = run.trainer
     assert trainer.version == expected["version"], "the trainer does not hold the policy of this step"
     report = push(run, read_scales(run, next_scales))
-    return {"sync_report": run.directory.store.put_json("sync_report", report)}
+    return {"sync_report": run.store.put_json("sync_report", report)}

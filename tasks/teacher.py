@@ -12,17 +12,17 @@ from tasks.step import step
 def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> dict[str, Ref]:
     """The identity of the teacher's weights is in each step's record."""
     run.sleep_engine()
-    if run.teacher is None:
-        run.teacher = build_teacher(run.config, run.tokenizer, run.cluster)
-        run.teacher_digest = run.teacher.digest()
-    store, settings = run.directory.store, run.config.loss.distillation
+    if run.workers.teacher is None:
+        run.workers.teacher = build_teacher(run.config, run.tokenizer, run.cluster)
+        run.workers.teacher_digest = run.workers.teacher.digest()
+    store, settings = run.store, run.config.loss.distillation
     table = store.get_table(rollouts, SCORED_COLUMNS)
-    scored = run.teacher.logprobs(token_batch(table), run.config.rollout.temperature, ())
-    run.teacher.rest()
+    scored = run.workers.teacher.logprobs(token_batch(table), run.config.rollout.temperature, ())
+    run.workers.teacher.rest()
     checkpoint = {
         "model": settings.teacher,
         "revision": settings.revision,
-        "weights_digest": run.teacher_digest,
+        "weights_digest": run.workers.teacher_digest,
     }
     return {
         "teacher": store.put_table("logprobs", logprob_table(table, scored)),

@@ -19,7 +19,7 @@ from fp8core.run.batches import (
     stored_scores,
     trainer_of_policy,
 )
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import ADVANTAGES, COMPLETION_KEY, keys_of
 from fp8core.training.trainer import ScoringTrainer, TrainReport
@@ -35,7 +35,7 @@ from tasks.step import step
     redo=True,
 )
 def train(
-    run: RunContext,
+    run: StepContext,
     index: int,
     options: NoOptions,
     rollouts: Ref,
@@ -49,7 +49,7 @@ def train(
 
     Old log-probs are then those of the one forward, or the rollout's own (`logprobs.source`). An audited one that
     differs fails the step before the first update. Rows that a filter dropped have scores too."""
-    store, trainer, config = run.directory.store, trainer_of_policy(run, policy), run.config
+    store, trainer, config = run.store, trainer_of_policy(run, policy), run.config
     version, temperature, layers = trainer.version, config.rollout.temperature, read_scales(run, scales).layers
     versions = ["versions"] if logprobs is None and ratio_holds_age(config) else []
     table = store.get_table(rollouts, [*UPDATE_COLUMNS, *versions])
@@ -72,9 +72,9 @@ def train(
 
 
 def update_batch(
-    run: RunContext, rollouts: pa.Table, logprobs: pa.Table | None, rewards: Ref, signals: Mapping[str, Ref]
+    run: StepContext, rollouts: pa.Table, logprobs: pa.Table | None, rewards: Ref, signals: Mapping[str, Ref]
 ) -> RolloutBatch:
-    store = run.directory.store
+    store = run.store
     found = {name: store.get_table(ref) for name, ref in signals.items()}
     batch = rollout_batch(rollouts, store.get_table(rewards), logprobs, found.get("reference"), run.config)
     if "turns" in found:
@@ -84,8 +84,8 @@ def update_batch(
     return batch
 
 
-def stored_update(run: RunContext, report: TrainReport, batch: RolloutBatch, rollouts: pa.Table) -> dict[str, Ref]:
-    store = run.directory.store
+def stored_update(run: StepContext, report: TrainReport, batch: RolloutBatch, rollouts: pa.Table) -> dict[str, Ref]:
+    store = run.store
     values = pa.array(row_advantages(batch, run.config.loss, run.config.correction).numpy())
     columns = [*(rollouts[name] for name in COMPLETION_KEY), values]
     return {

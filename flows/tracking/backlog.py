@@ -219,7 +219,7 @@ def _note(run: RunContext) -> str:
 
 def sample_table(run: RunContext, index: int) -> Table | None:
     """The first completion of each of the first eight prompts of a step; None where gc removed them."""
-    store = run.directory.store
+    store = run.store
     by_kind = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values() if store.path(ref).exists()}
     if not by_kind.keys() >= {"prompts", "rollouts", "rewards"}:
         return None
@@ -261,6 +261,6 @@ def _cells(row: Row, prompts: dict[str, str]) -> tuple[object, ...]:
 
 def _prompts(run: RunContext, index: int) -> dict[str, str]:
     found = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind == "prompts"]
-    store = run.directory.store
+    store = run.store
     tables = [store.get_table(ref, ["prompt_id", "text"]).to_pylist() for ref in found if store.path(ref).exists()]
     return {row["prompt_id"]: row["text"] for rows in tables for row in rows}

@@ -14,7 +14,7 @@ from fp8core.rewards.scorer import check_reward
 from fp8core.rl.advantages import ESTIMATORS, Groups, informative
 from fp8core.rl.batch import RolloutBatch, TokenBatch, column, padded, routes, sampled_rows
 from fp8core.rollout.engine import PolicyScales
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.run.rollouts import counts
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COMPLETION_KEY, LOGPROBS, keys_of, row_numbers, scores_of
@@ -31,18 +31,18 @@ def lag_error(config: RunConfig, in_force: PolicyScales, statistics: dict[str, A
     return scale_distance(in_force.layers, fresh)
 
 
-def store_scales(run: RunContext, version: int, amax: list[LayerAmax]) -> Ref:
+def store_scales(run: StepContext, version: int, amax: list[LayerAmax]) -> Ref:
     content: dict[str, Any] = {
         "version": version,
         "rule": run.config.precision.recipe.cache,
         "layers": [vars(layer) for layer in scales_of(run.config, amax)],
         "amax": [vars(layer) for layer in amax],
     }
-    return run.directory.store.put_json("scales", content)
+    return run.store.put_json("scales", content)
 
 
-def read_scales(run: RunContext, scales: Ref) -> PolicyScales:
-    content = run.directory.store.get_json(scales)
+def read_scales(run: StepContext, scales: Ref) -> PolicyScales:
+    content = run.store.get_json(scales)
     return PolicyScales(content["version"], tuple(LayerScales(**layer) for layer in content["layers"]))
 
 
@@ -56,16 +56,16 @@ UPDATE_COLUMNS = (*SCORED_COLUMNS, "written", "logprobs")
 """Columns of rollouts that an update is made of."""
 
 
-def trainer_of_policy(run: RunContext, policy: Ref) -> Trainer:
+def trainer_of_policy(run: StepContext, policy: Ref) -> Trainer:
     run.sleep_engine()
-    trainer = run.ready_trainer()
-    version = run.directory.store.get_json(policy)["version"]
+    trainer = run.trainer
+    version = run.store.get_json(policy)["version"]
     assert trainer.version == version, "the trainer does not hold the policy of this step"
     return trainer
 
 
-def stored_scores(run: RunContext, version: int, rollouts: pa.Table, scored: ScoredBatch) -> dict[str, Ref]:
-    store = run.directory.store
+def stored_scores(run: StepContext, version: int, rollouts: pa.Table, scored: ScoredBatch) -> dict[str, Ref]:
+    store = run.store
     statistics = {
         "version": version,
         "amax": [vars(layer) for layer in scored.statistics.amax()],

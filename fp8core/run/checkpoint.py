@@ -36,7 +36,7 @@ def save_state(run: RunContext, index: int) -> None:
     began = time.perf_counter()
     uri = checkpoint_place(index)
     folder = run.directory.path / uri
-    trainer = run.ready_trainer()
+    trainer = run.trainer
     partial = partial_folder(folder)
     try:
         if partial.exists():
@@ -72,13 +72,13 @@ def load_state(run: RunContext, version: int) -> None:
                 return
             if place.is_dir():
                 run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
-    if not entries and run.ready_trainer().version == START:
+    if not entries and run.trainer.version == START:
         return
-    run.ready_trainer().close()
-    run.trainer = None  # There may be no room for two.
+    run.trainer.close()
+    run.workers.trainer = None  # There may be no room for two.
     gc.unfreeze()
     gc.collect()
-    run.trainer = initial_trainer(run)
+    run.workers.trainer = initial_trainer(run)
     gc_freeze()
 
 
@@ -92,7 +92,7 @@ def _load(run: RunContext, entry: CheckpointEntry, folder: Path) -> str | None:
         if found != entry.digest:
             return f"the checkpoint is damaged: digest {found}, the ledger says {entry.digest}"
         check_checkpoint(folder, entry.step, entry.weights_digest)
-        run.ready_trainer().load(folder)
+        run.trainer.load(folder)
     except OSError as error:
         return f"the checkpoint cannot be read: {error.strerror}"
     except StoredFileError as error:

@@ -1,10 +1,9 @@
-"""The live parts of a run in this process."""
+"""What a step of an iteration may see, and what the loop of a training owns beside it."""
 
 import gc
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.engine import Probe, RolloutEngine
+from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.run_directory import RunDirectory
 from fp8core.training.saved_state import header_of
@@ -32,55 +32,93 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class RunContext:
-    """One training in this process. `trainer` and `engine` are None until the initial policy exists (`run.start`)."""
+class Workers:
+    """The live trainer and engine, and what they keep from step to step. Those that are None are not built yet."""
+
+    trainer: Trainer | None = None
+    engine: RolloutEngine | None = None
+    reference: Trainer | None = None
+    teacher: Trainer | None = None
+    teacher_digest: str | None = None
+    probes: list[Probe] | None = None
+    policy_versions: "dict[int, PolicyVersion]" = field(default_factory=dict)
+    """By version, the policies that wrote what a step may still learn from (`run.resume`)."""
+
+    def close(self) -> None:
+        for worker in (self.engine, self.trainer, self.reference, self.teacher):
+            if worker is not None:
+                worker.close()
+
+
+@dataclass(kw_only=True)
+class StepContext:
+    """What a step may see: the interface of a user's own step."""
 
     config: RunConfig
-    config_digest: str
-    code_version: str
     graph: StepGraph
-    directory: RunDirectory
+    """The pipeline; it has the names of artifacts."""
+    store: ArtifactStore
+    """Reads and writes the artifacts of this run."""
+    source: PromptSource
     tokenizer: Tokenizer
     arch: Architecture
-    source: PromptSource
     verifier: Verifier
-    model_revision: str | None
-    machine: dict[str, JsonValue]
-    git: dict[str, JsonValue]
-    console: Console
-    base: Mapping[str, Tensor] = field(repr=False)
-    cluster: "Cluster | None" = field(default=None, repr=False)
-    trainer: Trainer | None = field(default=None, repr=False)
-    engine: RolloutEngine | None = field(default=None, repr=False)
-    reference: Trainer | None = field(default=None, repr=False)
-    probes: list[Probe] | None = field(default=None, repr=False)
-    teacher: Trainer | None = field(default=None, repr=False)
-    teacher_digest: str | None = None
-    loss_source: str | None = None
-    """Digest of the file of a policy loss of the user's own, as the run began with it."""
-    kept_policies: "dict[int, PolicyVersion]" = field(default_factory=dict, repr=False)
-    """By version, those that wrote what a step may still learn from (`run.resume`)."""
-    replayed: LedgerView | None = field(default=None, repr=False)
-    """The ledger of the run that a replay makes again: it has choices that depended on timing, and answers."""
     environment: EnvironmentPool | None = field(default=None, repr=False)
-    """What answers episodes; None without `environment`, and in a replay, which takes the recorded answers."""
-    environment_description: Mapping[str, JsonValue] = field(default_factory=dict)
-    environment_seconds: dict[int, list[float]] = field(default_factory=dict, repr=False)
-    """By step, what each answer of an environment took."""
+    """Replies to episodes; None without `environment`, and in a replay, which takes the recorded replies."""
+    replayed: LedgerView | None = field(default=None, repr=False)
+    """The ledger of the run that a replay makes again: it has choices that depended on timing, and replies."""
+    console: Console
+    workers: Workers = field(default_factory=Workers, repr=False)
+    reply_seconds: dict[int, list[float]] = field(default_factory=dict, repr=False)
+    """By step, what each reply of an environment took."""
     halted: threading.Event = field(default_factory=threading.Event, repr=False)
     """Set when a task of the step failed or the run was interrupted: parallel tasks must stop."""
 
+    @property
+    def trainer(self) -> Trainer:
+        """Holds the newest policy. Only a step with `redo=True` may change it."""
+        assert self.workers.trainer is not None, "the run has no policy yet"
+        return self.workers.trainer
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """Generates with the policy of the last sync."""
+        assert self.workers.engine is not None, "the run has no policy yet"
+        return self.workers.engine
+
     def check_halted(self) -> None:
+        """Raises RuntimeError: another task of the step failed. A step that runs beside others calls it often."""
         if self.halted.is_set():
             raise RuntimeError("another task of the step has failed")
 
+    def sleep_engine(self) -> None:
+        """Before the trainer computes: where both take turns, they share the memory of a device."""
+        if self.config.pipeline.in_turn:
+            self.engine.sleep()
+
+
+@dataclass(kw_only=True)
+class RunContext(StepContext):
+    """One training in this process: what its loop owns beside what the steps see."""
+
+    config_digest: str
+    code_version: str
+    directory: RunDirectory
+    model_revision: str | None
+    machine: dict[str, JsonValue]
+    git: dict[str, JsonValue]
+    base: Mapping[str, Tensor] = field(repr=False)
+    """Weights of the model as it was loaded."""
+    cluster: "Cluster | None" = field(default=None, repr=False)
+    loss_source: str | None = None
+    """Digest of the file of a policy loss of the user's own, as the run began with it."""
+    environment_description: Mapping[str, JsonValue] = field(default_factory=dict)
+
     def replace_members(self) -> None:
         assert self.cluster is not None, "a process of a cluster was lost"
-        self.engine = self.trainer = self.reference = self.teacher = None
-        # They lie in the memory of what is gone.
-        self.kept_policies.clear()
-        # The step begins again, as after a kill.
-        self.environment_seconds.clear()
+        # What workers keep lies in the memory of what is gone. The step begins again, as after a kill.
+        self.workers = Workers()
+        self.reply_seconds.clear()
         self.halted.clear()
         self.cluster.replace()
         self.cluster.gang.check_shared(self.directory.path)
@@ -90,49 +128,17 @@ class RunContext:
         ref = self.directory.ledger.tasks(START)["warm_start"].outputs.get("weights")
         if ref is None:
             return self.base
-        weights = self.directory.store.file_tensors(ref)
-        header_of(self.directory.store.path(ref), parameter_shapes(self.arch))
+        weights = self.store.file_tensors(ref)
+        header_of(self.store.path(ref), parameter_shapes(self.arch))
         return weights
 
-    def ready_trainer(self) -> Trainer:
-        assert self.trainer is not None, "the run has no policy yet"
-        return self.trainer
-
-    def ready_engine(self) -> RolloutEngine:
-        assert self.engine is not None, "the run has no policy yet"
-        return self.engine
-
-    def sleep_engine(self) -> None:
-        if self.config.pipeline.in_turn:
-            self.ready_engine().sleep()
-
-
-_live: dict[Path, RunContext] = {}
-
-
-def register(run: RunContext) -> None:
-    assert run.directory.path not in _live, f"{run.directory.path} is live already"
-    _live[run.directory.path] = run
-
-
-def live_run(path: Path) -> RunContext:
-    run = _live[path]
-    torch.set_num_threads(run.config.threads)
-    return run
-
-
-def release(path: Path) -> None:
-    run = _live.pop(path, None)
-    if run is None:
-        return
-    # Weights in a cycle that was frozen would stay.
-    gc.unfreeze()
-    if run.cluster is not None:
-        # Parts on ranks would be dropped only after the call that a rank computes, which may take an hour.
-        run.cluster.close()
-    for part in (run.engine, run.trainer, run.reference, run.teacher):
-        if part is not None:
-            part.close()
+    def close(self) -> None:
+        # Weights in a cycle that was frozen would stay.
+        gc.unfreeze()
+        if self.cluster is not None:
+            # Parts on ranks would be dropped only after the call that a rank computes, which may take an hour.
+            self.cluster.close()
+        self.workers.close()
 
 
 def gc_freeze() -> None:

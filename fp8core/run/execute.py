@@ -3,13 +3,15 @@
 import hashlib
 import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fp8core import durable
 from fp8core.alignment.bounds import unverifiable
@@ -18,7 +20,6 @@ from fp8core.config.steps import import_step
 from fp8core.errors import NotRecordedError, UserError, described_error, printable
 from fp8core.run.context import RunContext
 from fp8core.run.policy import SyncError
-from fp8core.run.rollouts import shards_of
 from fp8core.store.artifacts import Ref, contents
 from fp8core.store.json_text import canonical_json
 from fp8core.store.layout import manifest_place
@@ -48,20 +49,40 @@ class TaskResult:
 
 
 def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[str, Ref]) -> TaskResult:
-    function = import_step(planned.uses)
-
-    def body() -> dict[str, Ref]:
-        outputs = function(run, index, planned.options, **inputs)
-        kinds = {port: ref.kind for port, ref in outputs.items()}
+    """Call a step and commit its outputs, or take what is stored under the same key; errors name the task."""
+    torch.set_num_threads(run.config.threads)  # It belongs to a thread.
+    key = step_key(run, index, planned, inputs)
+    if (stored := stored_result(run, index, planned, key)) is not None:
+        return stored
+    step, began, started = import_step(planned.uses), time.perf_counter(), time.time()
+    with run.console.part(f"step {index}, {planned.name}"), task_errors(index, planned.name):
+        made = step(run, index, planned.options, **inputs)
+        kinds = {port: ref.kind for port, ref in made.items()}
         if kinds != dict(planned.spec.outputs):
             raise UserError(f"{planned.uses} returned {kinds}, but declares {dict(planned.spec.outputs)}")
-        return {planned.outputs[port]: ref for port, ref in outputs.items()}
+    outputs = {planned.outputs[port]: ref for port, ref in made.items()}
+    return _commit(run, index, planned.name, key, outputs, began, started)
 
-    parts = _parts(run, index, planned, inputs)
-    if planned.spec.redo and run.ready_trainer().version < index:
+
+def stored_result(run: RunContext, index: int, planned: PlannedStep, key: str) -> TaskResult | None:
+    """What the ledger has of a step that needs no call; `key`: its `step_key`."""
+    if planned.spec.redo and run.trainer.version < index:
         # The trainer does not hold it, whatever is stored. Its inputs were made anew (edited code), and came out equal.
-        return _execute(run, index, planned.name, task_key(run, index, planned.name, parts), body)
-    return run_task(run, index, planned.name, parts, body)
+        return None
+    return _stored(run, index, planned.name, key)
+
+
+def run_start_task(
+    run: RunContext, name: str, parts: Mapping[str, Any], body: Callable[[], dict[str, Ref]]
+) -> TaskResult:
+    """As `run_step`, for work before the first step. `parts`: what its outputs are a function of, beside the run."""
+    key = _task_key(run, START, name, parts)
+    if (stored := _stored(run, START, name, key)) is not None:
+        return stored
+    began, started = time.perf_counter(), time.time()
+    with run.console.part(f"step {START}, {name}"), task_errors(START, name):
+        outputs = body()
+    return _commit(run, START, name, key, outputs, began, started)
 
 
 def finished_steps(run: RunContext, index: int, start: Mapping[str, Ref]) -> list[PlannedStep]:
@@ -69,19 +90,20 @@ def finished_steps(run: RunContext, index: int, start: Mapping[str, Ref]) -> lis
     for planned in run.graph.steps:
         if planned.name in stored and artifacts.keys() >= set(planned.inputs.values()):
             inputs = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
-            key = task_key(run, index, planned.name, _parts(run, index, planned, inputs))
-            if stored[planned.name].key == key and intact(run, stored[planned.name].outputs):
-                artifacts |= stored[planned.name].outputs
+            entry, key = stored[planned.name], step_key(run, index, planned, inputs)
+            if entry.key == key and intact(run, entry.outputs):
+                artifacts |= entry.outputs
                 finished.append(planned)
     return finished
 
 
 def intact(run: RunContext, refs: Mapping[str, Ref]) -> bool:
-    return all(run.directory.store.is_intact(ref) for ref in refs.values())
+    return all(run.store.is_intact(ref) for ref in refs.values())
 
 
-def _parts(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[str, Ref]) -> dict[str, Any]:
-    return {
+def step_key(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[str, Ref]) -> str:
+    """SHA-256 of all that the outputs are a function of."""
+    parts = {
         "uses": planned.uses,
         "module": module_digest(planned.uses.partition(":")[0]),
         "options": planned.options.model_dump(mode="json"),
@@ -92,49 +114,44 @@ def _parts(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[st
         # The last step is evaluated, whatever its number; which step is the last one changes with `steps`.
         **({"last": True} if index == run.config.steps and "evaluation" in planned.spec.outputs.values() else {}),
     }
+    return _task_key(run, index, planned.name, parts)
 
 
-def run_task(
-    run: RunContext, index: int, name: str, parts: Mapping[str, Any], body: Callable[[], dict[str, Ref]]
-) -> TaskResult:
-    """Run `body` and commit its outputs, or take what is stored under the same key; errors name the task."""
+def _task_key(run: RunContext, index: int, name: str, parts: Mapping[str, Any]) -> str:
+    content = {"step": index, "task": name, "config": run.config_digest, "code": run.code_version, **parts}
+    return hashlib.sha256(canonical_json(content, "key")).hexdigest()
+
+
+def _stored(run: RunContext, index: int, name: str, key: str) -> TaskResult | None:
     began = time.perf_counter()
-    key = task_key(run, index, name, parts)
-    stored = run.directory.ledger.tasks(index).get(name)
+    entry = run.directory.ledger.tasks(index).get(name)
+    if entry is None:
+        return None
     committed = run.directory.ledger.step(index) is not None
-    if stored is not None and (committed or (stored.key == key and intact(run, stored.outputs))):
-        return TaskResult(stored, reused=True, interval=(began, time.perf_counter()))
-    return _execute(run, index, name, key, body)
+    if committed or (entry.key == key and intact(run, entry.outputs)):
+        return TaskResult(entry, reused=True, interval=(began, time.perf_counter()))
+    return None
 
 
-def _execute(run: RunContext, index: int, name: str, key: str, body: Callable[[], dict[str, Ref]]) -> TaskResult:
-    began, started = time.perf_counter(), time.time()
-    with run.console.part(f"step {index}, {name}"):
-        outputs = attempt(f"step {index}, task {name}", body)
-    entry = TaskEntry(
-        step=index,
-        task=name,
-        key=key,
-        outputs=outputs,
-        started=started,
-        seconds=time.perf_counter() - began,
-    )
+def _commit(
+    run: RunContext, index: int, name: str, key: str, outputs: dict[str, Ref], began: float, started: float
+) -> TaskResult:
+    seconds = time.perf_counter() - began
+    entry = TaskEntry(step=index, task=name, key=key, outputs=outputs, started=started, seconds=seconds)
     run.directory.ledger.append(entry)
     return TaskResult(entry, reused=False, interval=(began, time.perf_counter()))
 
 
-def attempt(place: str, body: Callable[[], dict[str, Ref]]) -> dict[str, Ref]:
+@contextmanager
+def task_errors(index: int, name: str) -> Iterator[None]:
+    """Let the errors of a task's body name it. Raises StepError: what the body raised has no words for people."""
+    place = f"step {index}, task {name}"
     try:
-        return body()
+        yield
     except (UserError, UpdateError, SyncError, NotRecordedError) as error:
         raise type(error)(printable(f"{place}: {error}")) from error
     except Exception as error:
         raise StepError(printable(f"{place}: {described_error(error)}")) from error
-
-
-def task_key(run: RunContext, index: int, name: str, parts: Mapping[str, Any]) -> str:
-    content = {"step": index, "task": name, "config": run.config_digest, "code": run.code_version, **parts}
-    return hashlib.sha256(canonical_json(content, "key")).hexdigest()
 
 
 @cache
@@ -155,7 +172,7 @@ def carried(run: RunContext, index: int) -> dict[str, Ref]:
 def commit_step(run: RunContext, index: int) -> None:
     began = time.perf_counter()
     manifest = _manifest(run, index)
-    ref = run.directory.store.put_json("manifest", manifest.model_dump(mode="json"))
+    ref = run.store.put_json("manifest", manifest.model_dump(mode="json"))
     durable.write_file(run.directory.path / manifest_place(index), f"{manifest.model_dump_json(indent=2)}\n".encode())
     now, before = time.time_ns() // 1_000_000, run.directory.ledger.step(index - 1)
     run.directory.ledger.append(
@@ -168,11 +185,11 @@ def commit_step(run: RunContext, index: int) -> None:
             seconds=time.perf_counter() - began,
         )
     )
-    shards_of(run, index).clear()
+    run.store.shards(index).clear()
 
 
 def step_metrics(run: RunContext, index: int) -> dict[str, float]:
-    return stored_metrics(run.directory.ledger, run.directory.store, index)
+    return stored_metrics(run.directory.ledger, run.store, index)
 
 
 def history(run: RunContext) -> list[dict[str, float]]:
@@ -199,15 +216,15 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         scales_digest=scales.digest,
         precision=run.config.precision.model_dump(mode="json"),
         executed={
-            "rollout": run.ready_engine().describe(),
-            "training": run.ready_trainer().describe(),
+            "rollout": run.engine.describe(),
+            "training": run.trainer.describe(),
             "reward": run.verifier.describe(),
             **({"behaviour": "unverifiable"} if unverifiable(run.config) else {}),
             **({} if run.loss_source is None else {"loss": {"source": run.loss_source}}),
             **({"environment": dict(run.environment_description)} if run.environment_description else {}),
         },
         level=run.config.replay.level,
-        weights_digest=run.directory.store.get_json(policy)["weights_digest"],
+        weights_digest=run.store.get_json(policy)["weights_digest"],
         versions=library_versions(),
     )
     observed = StepObservations(
@@ -216,7 +233,7 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         git=run.git,
         paths={name: ref.uri for name, ref in outputs.items()},
         cluster={} if run.cluster is None else run.cluster.gang.places(),
-        environment=_percentiles(run.environment_seconds.pop(index, [])),
+        environment=_percentiles(run.reply_seconds.pop(index, [])),
     )
     return StepManifest(record=record, observed=observed)
 
@@ -228,7 +245,7 @@ def code_of(run: RunContext, index: int) -> str:
 
 
 def stored_manifest(run: RunContext, index: int) -> StepManifest:
-    return run.directory.store.get_manifest(committed_step(run, index).manifest)
+    return run.store.get_manifest(committed_step(run, index).manifest)
 
 
 def committed_step(run: RunContext, index: int) -> StepEntry:

@@ -79,7 +79,7 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
             begin(run)
             if carried(run, step + 1)["policy"] != wanted:
                 raise UserError(f"run {original.folder.name}: the policy after step {step} cannot be restored equal")
-            trainer = run.ready_trainer()
+            trainer = run.trainer
             # The warm start names its weights as a whole, Megatron's trainer those of each process.
             whole = step == START
             digest = masters_digest(run.initial_policy(), torch.device("cpu")) if whole else trainer.digest()

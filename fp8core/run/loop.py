@@ -11,7 +11,6 @@ from fp8core.run.checkpoint import checkpoint_due, save_state, unsaved_step
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError, TaskResult, carried, commit_step, run_step, step_metrics
 from fp8core.run.resume import restore, rewind_to
-from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START, START_TASKS, BoundEntry
 
 T = TypeVar("T")
@@ -21,12 +20,14 @@ class Execution:
     def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
         return body()
 
-    def steps(self, run: RunContext, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
-        artifacts, results = dict(inputs), dict[str, TaskResult]()
+    def iterate(self, run: RunContext, index: int) -> dict[str, TaskResult]:
+        """All steps of iteration `index`, and its commit."""
+        artifacts, results = carried(run, index), dict[str, TaskResult]()
         for planned in run.graph.steps:
             ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
             results[planned.name] = run_step(run, index, planned, ports)
             artifacts |= results[planned.name].entry.outputs
+        commit_step(run, index)
         return results
 
     def stage_done(self, run: RunContext, name: str, result: TaskResult) -> None:
@@ -45,10 +46,10 @@ class Execution:
         """Iteration `index` is committed, and its checkpoint written or failed where one is due."""
 
 
-_IN_PROCESS = Execution()
+IN_PROCESS = Execution()
 
 
-def train(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
+def train(run: RunContext, execution: Execution = IN_PROCESS) -> None:
     """Every step that is not committed yet. Raises StepError: among others, when processes were lost too often."""
     for left in range(run.config.cluster.replacements, -1, -1):
         try:
@@ -70,14 +71,15 @@ def _train(run: RunContext, execution: Execution) -> None:
     begin(run, execution)
     if (missing := unsaved_step(run)) is not None and checkpoint_due(run, missing):
         # The update of the step that was cut may be redone already.
-        version = run.ready_trainer().version
+        version = run.trainer.version
         rewind_to(run, missing)
         write_checkpoint(run, missing, execution)
         rewind_to(run, version)
     watch(run, execution)
     for index in range(next_step(run), run.config.steps + 1):
         execution.before_step(run, index)
-        results = iterate(run, index, carried(run, index), execution)
+        results = execution.iterate(run, index)
+        execution.written(run)
         try:
             if checkpoint_due(run, index):
                 write_checkpoint(run, index, execution)
@@ -89,7 +91,7 @@ def _train(run: RunContext, execution: Execution) -> None:
     rewind_to(run, next_step(run) - 1)
 
 
-def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
+def begin(run: RunContext, execution: Execution = IN_PROCESS) -> int:
     """Step 0, then back to where an earlier process stopped; returns the number of updates that were redone."""
     ledger = run.directory.ledger
 
@@ -119,16 +121,7 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
     return redone
 
 
-def iterate(
-    run: RunContext, index: int, inputs: Mapping[str, Ref], execution: Execution = _IN_PROCESS
-) -> dict[str, TaskResult]:
-    results = execution.steps(run, index, inputs)
-    execution.call(run, "commit", index, lambda: commit_step(run, index))
-    execution.written(run)
-    return results
-
-
-def write_checkpoint(run: RunContext, index: int, execution: Execution = _IN_PROCESS) -> None:
+def write_checkpoint(run: RunContext, index: int, execution: Execution = IN_PROCESS) -> None:
     def save() -> None:
         with run.console.part(f"step {index}, checkpoint"):
             save_state(run, index)
@@ -137,12 +130,12 @@ def write_checkpoint(run: RunContext, index: int, execution: Execution = _IN_PRO
     execution.written(run)
 
 
-def save_last(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
-    if (unsaved := unsaved_step(run)) is not None and run.ready_trainer().version == unsaved:
+def save_last(run: RunContext, execution: Execution = IN_PROCESS) -> None:
+    if (unsaved := unsaved_step(run)) is not None and run.trainer.version == unsaved:
         write_checkpoint(run, unsaved, execution)
 
 
-def watch(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
+def watch(run: RunContext, execution: Execution = IN_PROCESS) -> None:
     """Raises TrainingPaused, BoundError: by `alignment.stop.action`."""
     found, step, action = _crossing(run), next_step(run) - 1, stop_bounds(run.config).action
     if found is None:

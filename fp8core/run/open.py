@@ -40,7 +40,7 @@ from fp8core.run.build import (
     open_cluster,
     wants_gpus,
 )
-from fp8core.run.context import RunContext, register, release
+from fp8core.run.context import RunContext
 from fp8core.run.episodes import messages_of, task_of
 from fp8core.run.refusals import check_cluster, check_memory, graph_of, uncorrected_lag
 from fp8core.store.artifacts import RolloutShards
@@ -132,6 +132,7 @@ def open_run(
             code_version=version,
             graph=graph,
             directory=directory,
+            store=directory.store,
             tokenizer=base.tokenizer,
             arch=base.arch,
             source=source,
@@ -147,14 +148,13 @@ def open_run(
             environment_description=described,
             replayed=replayed,
         )
-        register(run)
         torch.set_num_threads(config.threads)
         if not wants_gpus(config):
             keep_freed_memory()
         try:
             yield run
         finally:
-            release(directory.path)
+            run.close()
 
 
 def check_runnable(config: RunConfig, *, new_code: bool = False) -> None:

@@ -18,7 +18,7 @@ from fp8core.rollout.engine import (
     SyncReport,
 )
 from fp8core.run.build import build_trainer
-from fp8core.run.context import RunContext
+from fp8core.run.context import RunContext, StepContext
 from fp8core.run.rollouts import prompt_table
 from fp8core.store.ledger import START
 from fp8core.training.trainer import ScoringTrainer, Trainer
@@ -37,7 +37,7 @@ def initial_trainer(run: RunContext) -> Trainer:
         return build_trainer(run.config, run.arch, weights)
     assert isinstance(weights, TensorSource), "nothing hands weights to ranks"
     trainer = run.cluster.build_trainer(run.config, run.arch, weights)
-    policy = run.directory.store.get_json(run.directory.ledger.tasks(START)["warm_start"].outputs["policy"])
+    policy = run.store.get_json(run.directory.ledger.tasks(START)["warm_start"].outputs["policy"])
     if trainer.start_digest != policy["weights_digest"]:
         trainer.close()
         raise StoredFileError(
@@ -48,9 +48,9 @@ def initial_trainer(run: RunContext) -> Trainer:
     return trainer
 
 
-def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
+def push(run: StepContext, scales: PolicyScales) -> dict[str, Any]:
     """Send the trainer's policy to the engine; the report as JSON types. Raises SyncError: what arrived differs."""
-    trainer, engine = run.ready_trainer(), run.ready_engine()
+    trainer, engine = run.trainer, run.engine
     # Before the engine wakes: where both share a device, the trainer's pass has its memory.
     probes, expected = trainer_probe(run, scales)
     # Where the engine sleeps, the export has the memory of what it is about to replace.
@@ -79,23 +79,24 @@ class PolicyVersion:
     scales: PolicyScales
 
 
-def keep_policy(run: RunContext, shipped: EngineWeights, scales: PolicyScales) -> None:
-    trainer = run.ready_trainer()
+def keep_policy(run: StepContext, shipped: EngineWeights, scales: PolicyScales) -> None:
+    trainer = run.trainer
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     oldest = trainer.version + 1 - run.config.pipeline.kept_policies
-    for version in [version for version in run.kept_policies if version < oldest or version == scales.version]:
-        trainer.forget(run.kept_policies.pop(version).tensors)
-    run.kept_policies[scales.version] = PolicyVersion(trainer.keep(shipped), scales)
+    versions = run.workers.policy_versions
+    for version in [version for version in versions if version < oldest or version == scales.version]:
+        trainer.forget(versions.pop(version).tensors)
+    versions[scales.version] = PolicyVersion(trainer.keep(shipped), scales)
 
 
-def trainer_probe(run: RunContext, scales: PolicyScales) -> tuple[list[Probe], list[float]]:
-    if run.probes is None:
+def trainer_probe(run: StepContext, scales: PolicyScales) -> tuple[list[Probe], list[float]]:
+    if (probes := run.workers.probes) is None:
         problems = run.source.training(1, min(_PROBES, run.config.rollout.prompts_per_step), run.config.seed)
         rows = [tokens[:_LONGEST] for tokens in prompt_table(run, problems)["tokens"].to_pylist()]
-        run.probes = [probe_of(tokens, i, len(rows)) for i, tokens in enumerate(rows)]
-    batch = TokenBatch.of([probe.context for probe in run.probes], [[probe.target] for probe in run.probes])
-    scored = run.ready_trainer().logprobs(batch, run.config.rollout.temperature, scales.layers)
-    return run.probes, scored.logprobs[:, 0].tolist()
+        probes = run.workers.probes = [probe_of(tokens, i, len(rows)) for i, tokens in enumerate(rows)]
+    batch = TokenBatch.of([probe.context for probe in probes], [[probe.target] for probe in probes])
+    scored = run.trainer.logprobs(batch, run.config.rollout.temperature, scales.layers)
+    return probes, scored.logprobs[:, 0].tolist()
 
 
 def probe_of(prompt: Sequence[int], index: int, count: int) -> Probe:
@@ -119,7 +120,7 @@ def compare_probe(expected: Sequence[float], engines: Sequence[Sequence[float]])
     return max(map(compared, engines), key=lambda found: (found["error"], found["differing"]))
 
 
-def check_probe(run: RunContext, found: dict[str, float], version: int) -> None:
+def check_probe(run: StepContext, found: dict[str, float], version: int) -> None:
     bounds = stop_bounds(run.config)
     if (bounds.action, bounds.patience) != ("fail", 1):
         return

@@ -55,7 +55,7 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
     sampling = EpisodePlayer.of(run.config, run.tokenizer, run.arch).sampling()
     finished = list[Completion]()
     with run.console.part("precision gap, completions"):
-        for batch_done in run.ready_engine().generate(groups, sampling):
+        for batch_done in run.engine.generate(groups, sampling):
             finished += batch_done
             tell_progress(len(finished), count)
     sampled = sorted(finished, key=lambda done: done.group)

@@ -18,8 +18,8 @@ from fp8core.durable import read_lines
 from fp8core.errors import NotRecordedError, ProcessLost, UserError, behind
 from fp8core.report.console import Console
 from fp8core.run.context import RunContext
-from fp8core.run.execute import StepError, carried, stored_manifest
-from fp8core.run.loop import begin, iterate
+from fp8core.run.execute import StepError, stored_manifest
+from fp8core.run.loop import IN_PROCESS, begin
 from fp8core.run.open import open_run
 from fp8core.run.policy import SyncError
 from fp8core.run.refusals import graph_of
@@ -139,7 +139,7 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range) -> Iterator[
             began, made = time.perf_counter(), original.config(index)
             run.config = run.config.model_copy(update={"steps": made.steps, "replay": made.replay})
             try:
-                iterate(run, index, carried(run, index))
+                IN_PROCESS.iterate(run, index)
             except FAILURES as error:
                 yield _failed(original, run.config, index, "the replay fails", error)
                 return
@@ -167,7 +167,7 @@ def _tolerated(
     original: RunSnapshot, run: RunContext, index: int
 ) -> tuple[Literal["within", "different"], tuple[str, ...]]:
     bounds = run.config.replay
-    ours = stored_metrics(run.directory.ledger, run.directory.store, index)
+    ours = stored_metrics(run.directory.ledger, run.store, index)
     theirs = stored_metrics(original.ledger, original.store, index)
     beyond = metric_differences(theirs, ours, bounds.relative, bounds.absolute)
     if beyond:
@@ -185,7 +185,7 @@ def _located(original: RunSnapshot, run: RunContext, index: int, difference: Dif
     if theirs is None or ours is None:
         return (str(difference),)
     try:
-        inside = content_difference(original.store, theirs, run.directory.store, ours)
+        inside = content_difference(original.store, theirs, run.store, ours)
     except ArtifactError as error:
         inside = str(error)
     return (str(difference),) if inside is None else (str(difference), inside)

@@ -19,9 +19,8 @@ from fp8core.rl.batch import TokenBatch, sampled_rows
 from fp8core.run.batches import read_scales
 from fp8core.run.checkpoint import load_state
 from fp8core.run.context import RunContext
-from fp8core.run.execute import attempt, carried, code_of, finished_steps, intact, stored_manifest
+from fp8core.run.execute import carried, code_of, finished_steps, intact, stored_manifest, task_errors
 from fp8core.run.policy import keep_policy, push
-from fp8core.run.rollouts import shards_of
 from fp8core.run.stream_writer import stream_rows, stream_table
 from fp8core.store.artifacts import Ref
 from fp8core.store.json_text import value_differences
@@ -42,7 +41,7 @@ def restore(run: RunContext) -> int:
     _tell_changes(run, last, stored_manifest(run, last).record)
     damaged = next((step for step in range(_first_step_read(run, last), last + 1) if not _is_intact(run, step)), None)
     load_state(run, last if damaged is None else damaged - 1)
-    begun = run.ready_trainer().version
+    begun = run.trainer.version
     ledger.check_no_gap(begun, last)
     rewind_to(run, last if damaged is None else damaged - 1)
     for index in () if damaged is None else range(damaged, last + 1):
@@ -53,20 +52,20 @@ def restore(run: RunContext) -> int:
         # Asked anew each time: an update that gave something else undoes what was made from the old policy.
         if planned.spec.redo and planned in finished_steps(run, last + 1, carried(run, last + 1)):
             rewind_to(run, last + 1)
-    version = run.ready_trainer().version
+    version = run.trainer.version
     if version > last and _generates(run, last + 1):
         # The old policy writes the tokens that are missing, although its update is over.
         rewind_with_engine(run, last)
         rewind_to(run, version)
     else:
         rewind_with_engine(run, version)
-    return run.ready_trainer().version - begun
+    return run.trainer.version - begun
 
 
 def rewind_to(run: RunContext, version: int) -> None:
-    if run.ready_trainer().version > version:
+    if run.trainer.version > version:
         load_state(run, version)
-    for index in range(run.ready_trainer().version + 1, version + 1):
+    for index in range(run.trainer.version + 1, version + 1):
         stored = run.directory.ledger.tasks(index)
         for planned in run.graph.steps:
             if planned.spec.redo and planned.name in stored:
@@ -78,7 +77,7 @@ def rewind_with_engine(run: RunContext, version: int) -> None:
     first = carried(run, START + 1)["scales"] if version == START else None
     scales = first or run.directory.ledger.effective_outputs(version).get(run.graph.carries["scales"])
     # Where those of a step that was cut are damaged, its tasks make and push them again.
-    if scales is not None and run.directory.store.is_intact(scales):
+    if scales is not None and run.store.is_intact(scales):
         push(run, read_scales(run, scales))
 
 
@@ -97,7 +96,7 @@ def _make_again(run: RunContext, index: int) -> None:
     rewind_with_engine(run, index - 1)
     for planned in run.graph.steps:
         _redo(run, index, planned)
-    shards_of(run, index).clear()
+    run.store.shards(index).clear()
     run.console.note(f"step {index}: artifacts were damaged; all of its tasks ran again")
 
 
@@ -110,11 +109,9 @@ def _redo(run: RunContext, index: int, planned: PlannedStep) -> None:
     stored = ledger.effective_outputs(index) if planned.spec.redo else own
     expected = {name: stored[name] for name in planned.outputs.values() if name in stored}
 
-    def body() -> dict[str, Ref]:
-        made: dict[str, Ref] = import_step(planned.uses)(run, index, planned.options, **inputs)
-        return {planned.outputs[port]: ref for port, ref in made.items()}
-
-    made = attempt(f"step {index}, task {planned.name}", body)
+    with task_errors(index, planned.name):
+        ports: dict[str, Ref] = import_step(planned.uses)(run, index, planned.options, **inputs)
+    made = {planned.outputs[port]: ref for port, ref in ports.items()}
     differing = next((name for name, ref in expected.items() if made[name].digest != ref.digest), None)
     if differing is None:
         return
@@ -132,7 +129,7 @@ def _redo(run: RunContext, index: int, planned: PlannedStep) -> None:
         ledger.append(ledger.tasks(index)[planned.name].model_copy(update={"outputs": made}), redo)
     else:
         # The shards of the open step are of the policy that is replaced.
-        shards_of(run, max(ledger.steps()) + 1).clear()
+        run.store.shards(max(ledger.steps()) + 1).clear()
         ledger.append(redo)
     other = "" if made_by == run.code_version else f"; code version {made_by[:12]} made it, this is other code"
     run.console.note(f"{text}{other}: the run goes on from the new policy and is inexact")
@@ -155,7 +152,7 @@ def _stream_writer(run: RunContext) -> PlannedStep:
 
 def _restart_completions_of_lost_policies(run: RunContext, last: int) -> None:
     """Restart completions in flight whose policy was replaced or is of other code: no pass would score their tokens."""
-    store, artifact = run.directory.store, run.graph.carries["stream"]
+    store, artifact = run.store, run.graph.carries["stream"]
     stored = carried(run, last + 1)["stream"]
     table = store.get_table(stored)
     same_code = code_of(run, last) == run.code_version
@@ -166,7 +163,7 @@ def _restart_completions_of_lost_policies(run: RunContext, last: int) -> None:
     if made == stored:
         return
     # They go on from what begins anew.
-    shards_of(run, last + 1).clear()
+    run.store.shards(last + 1).clear()
     task = _stream_writer(run).name
     redo = RedoEntry(step=last, task=task, outputs={artifact: made}, code_version=run.code_version)
     run.directory.ledger.append(redo)
@@ -199,8 +196,8 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
     needed = sorted(set(versions[versions >= 0].tolist()))
     run.sleep_engine()
     _rebuild_kept_policies(run, needed)
-    policies = {version: run.kept_policies[version] for version in needed}
-    trainer, found = run.ready_trainer(), (torch.zeros(versions.shape), torch.zeros(versions.shape))
+    policies = {version: run.workers.policy_versions[version] for version in needed}
+    trainer, found = run.trainer, (torch.zeros(versions.shape), torch.zeros(versions.shape))
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     for version, policy in policies.items():
         rows = (versions == version).any(dim=1).nonzero()[:, 0]
@@ -219,7 +216,8 @@ def verified_rows(run: RunContext, index: int, policy_mask: Tensor) -> list[int]
 
 def _rebuild_kept_policies(run: RunContext, versions: Sequence[int]) -> None:
     """`versions`: ascending. Raises RedoError: an update gave another policy."""
-    missing, held = [version for version in versions if version not in run.kept_policies], run.ready_trainer().version
+    missing = [version for version in versions if version not in run.workers.policy_versions]
+    newest = run.trainer.version
     if not missing:
         return
     for version in missing:
@@ -230,8 +228,8 @@ def _rebuild_kept_policies(run: RunContext, versions: Sequence[int]) -> None:
                 f"policy {version} wrote tokens of this step, and was not had again bit for bit; resume the run: its "
                 "completions in flight begin anew then"
             )
-        keep_policy(run, run.ready_trainer().export(), read_scales(run, scales))
-    rewind_with_engine(run, held)
+        keep_policy(run, run.trainer.export(), read_scales(run, scales))
+    rewind_with_engine(run, newest)
     run.sleep_engine()
 
 

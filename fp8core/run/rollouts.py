@@ -23,10 +23,9 @@ from fp8core.rollout.engine import PromptGroup, RolloutEngine, sample_seed
 from fp8core.rollout.episodes import Episode, Pool
 from fp8core.rollout.registry import longest_row
 from fp8core.rollout.stream import Row
-from fp8core.run.context import RunContext
+from fp8core.run.context import RunContext, StepContext
 from fp8core.run.episodes import EpisodePlayer, RecordedPool, completion_text, episode_means, messages_of, turn_rows
-from fp8core.store.artifacts import Ref, RolloutShards
-from fp8core.store.layout import shards_place
+from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
 from fp8core.store.tables import (
     COLUMNS,
@@ -48,7 +47,7 @@ JUDGE = "judge"
 """The outcome of an episode whose last turn the verifier reads."""
 
 
-def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
+def prompt_table(run: StepContext, problems: list[Problem]) -> pa.Table:
     return problem_table(problems, run.config, run.tokenizer, longest_row(run.config, run.arch))
 
 
@@ -69,10 +68,6 @@ def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tok
         columns["messages"] = [messages_of(problem, config) for problem in problems]
         schema = schema.append(MESSAGES)
     return pa.table(columns, schema=schema)
-
-
-def shards_of(run: RunContext, index: int) -> RolloutShards:
-    return RolloutShards(run.directory.path / shards_place(index))
 
 
 def groups_of(prompts: Iterable[Mapping[str, Any]], seed: int, index: int, samples: int) -> list[PromptGroup]:
@@ -140,7 +135,7 @@ def tables_of(
 
 def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None:
     """Prompt, text and reward of the first completion of a step."""
-    store, found = run.directory.store, {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
+    store, found = run.store, {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
     if not {"prompts", "rollouts", "rewards"} <= found.keys():
         return None
     # Tables of completions are in one order, and the first prompt is answered first.
@@ -151,16 +146,16 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
     return prompt, text, reward
 
 
-def check_episodes(run: RunContext, index: int, turns: pa.Table) -> None:
+def check_episodes(run: StepContext, index: int, turns: pa.Table) -> None:
     """As `check_failed`; where it raises, a run that goes on plays the episodes again."""
     try:
         check_failed(run.config, turns)
     except UserError:
-        shards_of(run, index).clear()
+        run.store.shards(index).clear()
         raise
 
 
-def while_going(run: RunContext, played: Generator[list[Episode], None, None]) -> Iterator[list[Episode]]:
+def while_going(run: StepContext, played: Generator[list[Episode], None, None]) -> Iterator[list[Episode]]:
     """Episodes as they finish, until another task of the step fails."""
     # The error holds this frame: open episodes would stay with the environment.
     with closing(played):
@@ -179,23 +174,23 @@ def all_of(played: Iterable[list[Episode]], count: int, progress: Progress = tel
     return sorted(found, key=lambda one: one.key)
 
 
-def heldout_artifacts(run: RunContext, index: int) -> dict[str, Ref]:
+def heldout_artifacts(run: StepContext, index: int) -> dict[str, Ref]:
     pool: Pool | None = run.environment
     if run.replayed is not None and run.config.environment is not None:
         # A pipeline may rename what its steps provide; the first evaluation is before them.
         recorded = "heldout_turns" if index == START else run.graph.artifact_of("heldout_turns")
-        pool = RecordedPool(run.directory.store.get_table(run.replayed.artifacts(index)[recorded]))
-    return stored_evaluation(run, *heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts, pool))
+        pool = RecordedPool(run.store.get_table(run.replayed.artifacts(index)[recorded]))
+    return stored_evaluation(run, *heldout_accuracy(run, run.engine, run.config.evaluation.prompts, pool))
 
 
-def stored_evaluation(run: RunContext, content: dict[str, Any], turns: pa.Table | None) -> dict[str, Ref]:
-    store = run.directory.store
+def stored_evaluation(run: StepContext, content: dict[str, Any], turns: pa.Table | None) -> dict[str, Ref]:
+    store = run.store
     played = {} if turns is None else {"heldout_turns": store.put_table("turns", turns)}
     return {**played, "evaluation": store.put_json("evaluation", content)}
 
 
 def heldout_accuracy(
-    run: RunContext, engine: RolloutEngine, count: int, pool: Pool | None = None
+    run: StepContext, engine: RolloutEngine, count: int, pool: Pool | None = None
 ) -> tuple[dict[str, Any], pa.Table | None]:
     """The content of an artifact of kind `evaluation` for the first held-out prompts, and their turns."""
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
@@ -299,7 +294,7 @@ def score(verifier: Verifier, asked: Sequence[Mapping[str, Any]], endings: Seque
     return found
 
 
-def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> None:
+def tell_failures(run: StepContext, what: str, verdicts: Sequence[Verdict]) -> None:
     if (text := failures(run.config, verdicts)) is not None:
         run.console.note(f"{what}: {text}")
 

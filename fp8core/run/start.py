@@ -33,7 +33,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.run.batches import read_scales, store_scales
 from fp8core.run.build import build_engine, build_sft_trainer
 from fp8core.run.context import RunContext, gc_freeze
-from fp8core.run.execute import TaskResult, run_task
+from fp8core.run.execute import TaskResult, run_start_task
 from fp8core.run.policy import initial_trainer, push
 from fp8core.run.precision_gap import measure_gap
 from fp8core.run.rollouts import heldout_artifacts, prompt_table
@@ -50,13 +50,13 @@ from fp8core.training.trainer import NotFiniteError, SftTrainer
 
 def warm_start(run: RunContext) -> TaskResult:
     def body() -> dict[str, Ref]:
-        store, weights, outputs = run.directory.store, run.base, dict[str, Ref]()
+        store, weights, outputs = run.store, run.base, dict[str, Ref]()
         if run.config.warm_start is not None:
             outputs["weights"], weights = shared_weights(run, run.config.warm_start)
         digest = masters_digest(weights, _digest_device(run.config.training))
         return {"policy": store.put_json("policy", {"version": 0, "weights_digest": digest}), **outputs}
 
-    return run_task(run, START, "warm_start", {"revision": run.model_revision}, body)
+    return run_start_task(run, "warm_start", {"revision": run.model_revision}, body)
 
 
 def _digest_device(training: TrainingConfig) -> torch.device:
@@ -68,9 +68,9 @@ def build_workers(run: RunContext) -> None:
     with run.console.part("starting engine and trainer"):
         # Engines that size themselves by the free memory of a device come first, and have no use for it yet.
         torch.cuda.empty_cache()
-        run.engine = build_engine(run.config, run.arch, run.cluster)
+        run.workers.engine = build_engine(run.config, run.arch, run.cluster)
         run.engine.sleep()
-        run.trainer = initial_trainer(run)
+        run.workers.trainer = initial_trainer(run)
     gc_freeze()
 
 
@@ -80,13 +80,13 @@ def first_scales(run: RunContext) -> TaskResult:
         prompts = prompt_table(run, problems)["tokens"].to_pylist()
         batch = TokenBatch.of_prompts(prompts)
         try:
-            amax = run.ready_trainer().statistics(batch).amax()
+            amax = run.trainer.statistics(batch).amax()
         except GroupNotFinite as error:
             _check_finite(run, error)
             raise
         return {"scales": store_scales(run, 0, amax)}
 
-    return run_task(run, START, "calibrate", {}, body)
+    return run_start_task(run, "calibrate", {}, body)
 
 
 def _check_finite(run: RunContext, error: GroupNotFinite) -> None:
@@ -100,7 +100,7 @@ def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
         push(run, read_scales(run, scales))
         return heldout_artifacts(run, START)
 
-    result = run_task(run, START, "evaluate", {"scales": scales.digest}, body)
+    result = run_start_task(run, "evaluate", {"scales": scales.digest}, body)
     if result.reused and run.directory.ledger.step(START) is None:
         # The manifest of step 0, which is yet to be written, records what the engine holds.
         push(run, read_scales(run, scales))
@@ -109,19 +109,19 @@ def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
 
 def first_stream(run: RunContext) -> TaskResult:
     empty = STREAM.empty_table()
-    return run_task(run, START, "stream", {}, lambda: {"stream": run.directory.store.put_table("stream", empty)})
+    return run_start_task(run, "stream", {}, lambda: {"stream": run.store.put_table("stream", empty)})
 
 
 def precision_gap(run: RunContext, scales: Ref, evaluation: Ref) -> TaskResult:
     def body() -> dict[str, Ref]:
-        store = run.directory.store
+        store = run.store
         in_force, measured = read_scales(run, scales), store.get_json(evaluation)
         if run.directory.ledger.step(START) is not None:
             # The first evaluation is over, and has not pushed.
             push(run, in_force)
         return {"precision_gap": store.put_json("precision_gap", measure_gap(run, in_force, measured))}
 
-    return run_task(run, START, "precision_gap", {"scales": scales.digest, "evaluation": evaluation.digest}, body)
+    return run_start_task(run, "precision_gap", {"scales": scales.digest, "evaluation": evaluation.digest}, body)
 
 
 def shared_weights(run: RunContext, config: WarmStartConfig) -> tuple[Ref, FileTensors]:
@@ -139,13 +139,13 @@ def shared_weights(run: RunContext, config: WarmStartConfig) -> tuple[Ref, FileT
             run.console.note(f"the warm start of {entry} is damaged ({first_line(error)}); it is trained again")
         else:
             run.console.note(f"warm start taken from {entry}")
-            run.directory.store.put_back(ref, store)
+            run.store.put_back(ref, store)
             return ref, weights
     # Of the size of the weights, from trainings that were killed; those that others write stay.
     durable.sweep(shelf, unchanged_seconds=3600)
     ref = _train(run, config, rows, store)
     durable.write_file(entry, ref.model_dump_json().encode())
-    run.directory.store.put_back(ref, store)
+    run.store.put_back(ref, store)
     return ref, store.file_tensors(ref)
 
 

@@ -13,9 +13,9 @@ from fp8core.rl.batch import routes, routes_column
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
 from fp8core.rollout.episodes import Begun, Episode, Pool
 from fp8core.rollout.stream import GroupPlace, Row, Stream, StreamLimits
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.run.episodes import EpisodePlayer, RecordedPool, begun_of, seconds_of
-from fp8core.run.rollouts import prompt_table, row_of, shards_of
+from fp8core.run.rollouts import prompt_table, row_of
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import EXPERTS, PLAYED_EPISODES, STREAM, STREAM_OF_EPISODES, TURNS
 
@@ -26,7 +26,7 @@ _FIRST_NUMBER = 1 << 30
 
 
 class StreamPrompts:
-    def __init__(self, run: RunContext, batches: Mapping[int, pa.Table] = MappingProxyType({})) -> None:
+    def __init__(self, run: StepContext, batches: Mapping[int, pa.Table] = MappingProxyType({})) -> None:
         self._run, self._batches = run, {**batches}
 
     def _batch(self, batch: int) -> pa.Table:
@@ -85,7 +85,7 @@ class StreamWriter:
 
     def __init__(
         self,
-        run: RunContext,
+        run: StepContext,
         index: int,
         source: StreamPrompts,
         rows: Sequence[Row],
@@ -95,7 +95,7 @@ class StreamWriter:
         self._run, self._index, self._source, self._ended = run, index, source, ended
         self._player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
         self._sampling = replace(self._player.sampling(), report_experts=run.config.rollout.router_replay)
-        self._shards = shards_of(run, index)
+        self._shards = run.store.shards(index)
         # The stream writes into its own rows.
         copies = [replace(row, tokens=[*row.tokens], logprobs=[*row.logprobs]) for row in rows]
         known = [PlayedEpisode(row) for row in copies if row.tokens and not row.finish]
@@ -126,7 +126,7 @@ class StreamWriter:
             yield from self._play(missing, places)
 
     def _play(self, missing: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
-        run, engine = self._run, self._run.ready_engine()
+        run, engine = self._run, self._run.engine
         if run.config.environment is None:
             by_number = {group.group: group for group in missing}
             played = self._player.play(engine, missing, (), self._sampling)
@@ -157,7 +157,7 @@ class StreamWriter:
         pool: Pool = RecordedPool(self._recorded()) if run.environment is None else run.environment
         first = next(iter(by_number.values()))
         room = first.room[0] if first.room else None
-        return self._player.play(run.ready_engine(), again, prompts, self._sampling, pool, begun, room)
+        return self._player.play(run.engine, again, prompts, self._sampling, pool, begun, room)
 
     def _told(
         self, batch: Sequence[Episode], by_number: Mapping[int, PromptGroup], places: Sequence[GroupPlace]
@@ -178,7 +178,7 @@ class StreamWriter:
                 each.episode = one
                 told.append(replace(done, group=group.group).rest(before))
                 if not one.goes_on:
-                    self._run.environment_seconds.setdefault(self._index, []).extend(seconds_of(one))
+                    self._run.reply_seconds.setdefault(self._index, []).extend(seconds_of(one))
                     each.row, each.episode = self._row(each), None
             if each.over:
                 over.append(each)
@@ -216,7 +216,7 @@ class StreamWriter:
 
     def _recorded(self) -> pa.Table:
         assert self._run.replayed is not None, "only a replay has no environment"
-        store, artifacts = self._run.directory.store, self._run.replayed.artifacts(self._index)
+        store, artifacts = self._run.store, self._run.replayed.artifacts(self._index)
         finished = store.get_table(artifacts[self._run.graph.artifact_of("turns")]).to_pylist()
         rows = [{**row, "group": self._number((self._index, row["group"]))} for row in finished]
         ahead = artifacts.get(self._run.graph.carries.get("stream", ""))
@@ -226,17 +226,17 @@ class StreamWriter:
         return pa.Table.from_pylist(rows, schema=TURNS)
 
 
-def opened_stream(run: RunContext, stream: Ref, left: int) -> Stream:
+def opened_stream(run: StepContext, stream: Ref, left: int) -> Stream:
     pipeline, prompts = run.config.pipeline, run.config.rollout.drawn_prompts
     # One step ahead, episodes are played to their end: those of the next step enter when all of this step are over.
     whole = run.config.environment is not None and pipeline.mode == "one_step_off"
     most = prompts if whole else pipeline.max_inflight_prompts
     pace = StreamLimits(prompts, pipeline.max_staleness, most)
-    rows = stream_rows(run.directory.store.get_table(stream))
+    rows = stream_rows(run.store.get_table(stream))
     return Stream(rows, pace, left)
 
 
-def table_in_flight(run: RunContext, rows: Sequence[Row]) -> pa.Table:
+def table_in_flight(run: StepContext, rows: Sequence[Row]) -> pa.Table:
     schema = STREAM if run.config.environment is None else STREAM_OF_EPISODES
     return stream_table(rows, schema)
 

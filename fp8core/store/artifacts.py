@@ -18,7 +18,7 @@ from fp8core import durable
 from fp8core.errors import StoredFileError
 from fp8core.models.safetensors_files import FileTensors
 from fp8core.store.json_text import Bytes, canonical_json, parse_model
-from fp8core.store.layout import ARTIFACTS
+from fp8core.store.layout import ARTIFACTS, shards_place
 from fp8core.store.manifest import Content, StepManifest
 from fp8core.store.tables import read_json, read_table, tensor_header
 
@@ -142,6 +142,10 @@ class ArtifactStore:
     def get_manifest(self, ref: Ref) -> StepManifest:
         with _reading(self.path(ref)):
             return parse_model(self._read(ref), StepManifest, f"{self.path(ref)}: not of kind manifest")
+
+    def shards(self, step: int) -> "RolloutShards":
+        """What is durable of the rollouts of a step that is under way."""
+        return RolloutShards(self._root / shards_place(step))
 
     def _commit(self, kind: str, extension: str, data: bytes) -> Ref:
         digest = hashlib.sha256(data).hexdigest()

@@ -122,7 +122,7 @@ class WatchedEngine:
     """A rollout engine that notes the requested groups of iterations, and those that have become durable."""
 
     def __init__(self, run: "WatchedRun") -> None:
-        self._engine, self._run = RunContext.ready_engine(run), run
+        self._engine, self._run = run.workers.engine, run
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         places = {group.group: self._run.places.get(group.seeds[0]) for group in groups}
@@ -147,7 +147,8 @@ class WatchedRun(RunContext):
     watch: Watch = field(default_factory=Watch)
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def ready_engine(self) -> Any:
+    @property
+    def engine(self) -> Any:
         return WatchedEngine(self)
 
 
@@ -340,7 +341,7 @@ class Training:
             with open_run(config, graph, directory, Console(io.StringIO(), config.steps)) as run:
                 watched = WatchedRun(**vars(run), watch=watch, places=places)
                 train(watched)
-                return watched.ready_trainer().digest()
+                return watched.trainer.digest()
 
 
 def _place(line: dict[str, Any]) -> tuple[Any, ...]:

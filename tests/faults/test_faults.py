@@ -18,8 +18,7 @@ from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales, SyncReport
 from fp8core.run.build import build_trainer
 from fp8core.run.context import RunContext
-from fp8core.run.execute import carried
-from fp8core.run.loop import BoundError, begin, iterate, watch
+from fp8core.run.loop import IN_PROCESS, BoundError, begin, watch
 from fp8core.run.open import open_directory, open_run
 from fp8core.run.policy import SyncError
 from fp8core.run.refusals import graph_of
@@ -132,15 +131,15 @@ def step_with(change: Callable[[RolloutBatch], RolloutBatch]) -> Callable[..., A
 def cached_logprobs(run: RunContext) -> None:
     """The pass that scores rollouts keeps the weights of the policy that it has first seen."""
     before = build_trainer(run.config, run.arch, run.initial_policy())
-    run.trainer = FaultyTrainer(run.trainer, logprobs=lambda part, *arguments: before.logprobs(*arguments))
+    run.workers.trainer = FaultyTrainer(run.trainer, logprobs=lambda part, *arguments: before.logprobs(*arguments))
 
 
 def engine_with(kind: Callable[..., Any], *arguments: Any) -> Callable[[RunContext], None]:
-    return lambda run: setattr(run, "engine", kind(run.engine, *arguments))
+    return lambda run: setattr(run.workers, "engine", kind(run.engine, *arguments))
 
 
 def trainer_with(**calls: Callable[..., Any]) -> Callable[[RunContext], None]:
-    return lambda run: setattr(run, "trainer", FaultyTrainer(run.trainer, **calls))
+    return lambda run: setattr(run.workers, "trainer", FaultyTrainer(run.trainer, **calls))
 
 
 def hot_scores(part: Any, batch: Any, temperature: float, *others: Any) -> Any:
@@ -219,7 +218,7 @@ def outcome_of(fault: Fault, settings: dict[str, Any], name: str) -> Outcome:
         fault.inject(run)
         try:
             for index in range(1, STEPS + 1):
-                iterate(run, index, carried(run, index))
+                IN_PROCESS.iterate(run, index)
                 watch(run)
         except (SyncError, BoundError) as error:
             bound = re.search(r"alignment\.stop\.(\w+)=", str(error))

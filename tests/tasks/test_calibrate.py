@@ -19,7 +19,7 @@ def test_lag_is_the_distance_from_what_the_step_itself_would_have_given():
 
 def test_the_average_weighs_the_steps_before(run_copy):
     with run_copy.opened() as run:
-        store, weight = run.directory.store, 0.75
+        store, weight = run.store, 0.75
         calibration = run.config.calibration.model_copy(update={"average": weight})
         run.config = run.config.model_copy(update={"calibration": calibration})
         before, now = run.directory.ledger.artifacts(1), run.directory.ledger.artifacts(2)

@@ -9,8 +9,7 @@ import torch
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.run.batches import compared_rows
-from fp8core.run.execute import carried
-from fp8core.run.loop import begin, iterate
+from fp8core.run.loop import IN_PROCESS, begin
 from fp8core.run.refusals import pipeline_of
 from fp8core.run.verify import verify
 from fp8core.store.run_directory import read_description
@@ -127,11 +126,11 @@ def test_an_audited_token_that_differs_fails_the_step_before_the_update(sampled,
     run.cut_after(3, "prompts")
     with run.opened() as live:
         begin(live)
-        live.engine, before = LyingEngine(live.engine, group, sample), live.trainer.digest()
+        live.workers.engine, before = LyingEngine(live.engine, group, sample), live.trainer.digest()
         began = rf"^step 3, task train: update {2 * live.config.training.minibatches} of policy 2"
         named = rf"{began}: group {group}, sample {sample}, token 1: .* log-prob -\d.*, this"
         with pytest.raises(LogprobError, match=named):
-            iterate(live, 3, carried(live, 3))
+            IN_PROCESS.iterate(live, 3)
         assert (live.trainer.version, live.trainer.digest()) == (2, before)
         assert "train" not in live.directory.ledger.tasks(3)
 

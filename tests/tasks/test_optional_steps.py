@@ -94,9 +94,9 @@ def test_an_episode_whose_environment_failed_moves_no_baseline(failed):
 def test_the_first_groups_with_a_signal_stay(run_copy):
     table = rewards_table((0, 1.0, True), (0, 0.0, True), (1, 1.0, True), (1, 0.0, True), (2, 1.0, True))
     with run_copy.opened() as run:
-        rewards = run.directory.store.put_table("rewards", table)
+        rewards = run.store.put_table("rewards", table)
         found = filter(run, 5, FilterOptions(groups=2), rewards)["filtered"]
-        assert kept(run.directory.store.get_table(found)) == [True] * 4 + [False]
+        assert kept(run.store.get_table(found)) == [True] * 4 + [False]
         assert filter(run, 5, FilterOptions(groups=3), rewards)["filtered"] == found
 
 

@@ -11,7 +11,7 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.run.execute import StepError, run_step
+from fp8core.run.execute import StepError, carried, commit_step, run_step
 from fp8core.run.loop import Execution, train
 from fp8core.run.open import open_directory, open_run
 from fp8core.run.refusals import graph_of
@@ -50,8 +50,8 @@ class Beside(Execution):
 
         monkeypatch.setattr(EmbeddedEngine, "generate", paced)
 
-    def steps(self, run, index, inputs):
-        artifacts, results, tasks = dict(inputs), {}, {planned.name: planned for planned in run.graph.steps}
+    def iterate(self, run, index):
+        artifacts, results, tasks = carried(run, index), {}, {planned.name: planned for planned in run.graph.steps}
         self._ledger, self._step, self._left = run.directory.ledger, index, self._chunks[index]
         self._written.clear()
 
@@ -71,6 +71,7 @@ class Beside(Execution):
                     ended("ahead", beside.result())
                 assert name != "train" or self._written.wait(120)
                 ended(name, call(name))
+        commit_step(run, index)
         return results
 
 

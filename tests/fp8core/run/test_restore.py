@@ -97,7 +97,7 @@ def test_a_redo_may_differ_in_a_tolerant_run_and_under_new_code(run_copy, cause)
         assert begun.read() is None, "it is of the policy that is replaced"
         redone = run.directory.ledger.redone(3)["train"]
         assert carried(run, 4) == {"policy": redone.outputs["next_policy"], "scales": stored["next_scales"]}
-        assert run.trainer.digest() == run.directory.store.get_json(redone.outputs["next_policy"])["weights_digest"]
+        assert run.trainer.digest() == run.store.get_json(redone.outputs["next_policy"])["weights_digest"]
     assert "the run goes on from the new policy and is inexact" in run_copy.said
     assert redone.outputs["next_policy"] != stored["next_policy"]
     run_copy.resume(**({} if cause == "new code" else options))
