@@ -1,4 +1,4 @@
-"""What a step of an iteration may see, and what the loop of a training owns beside it."""
+"""The parts of a run that steps may use, and those that the loop of a training owns."""
 
 import gc
 import threading
@@ -52,7 +52,7 @@ class Workers:
 
 @dataclass(kw_only=True)
 class StepContext:
-    """What a step may see: the interface of a user's own step."""
+    """The parts of a run that a step may use: the interface of a user's own step."""
 
     config: RunConfig
     graph: StepGraph
@@ -99,7 +99,7 @@ class StepContext:
 
 @dataclass(kw_only=True)
 class RunContext(StepContext):
-    """One training in this process: what its loop owns beside what the steps see."""
+    """One training in this process. Its loop owns the fields that steps do not see."""
 
     config_digest: str
     code_version: str
@@ -116,7 +116,7 @@ class RunContext(StepContext):
 
     def replace_members(self) -> None:
         assert self.cluster is not None, "a process of a cluster was lost"
-        # What workers keep lies in the memory of what is gone. The step begins again, as after a kill.
+        # The lost processes had their memory. The step begins again, as after a kill.
         self.workers = Workers()
         self.reply_seconds.clear()
         self.halted.clear()

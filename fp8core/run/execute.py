@@ -65,7 +65,7 @@ def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[
 
 
 def stored_result(run: RunContext, index: int, planned: PlannedStep, key: str) -> TaskResult | None:
-    """What the ledger has of a step that needs no call; `key`: its `step_key`."""
+    """The ledger's result of a step that needs no call, else None; `key`: its `step_key`."""
     if planned.spec.redo and run.trainer.version < index:
         # The trainer does not hold it, whatever is stored. Its inputs were made anew (edited code), and came out equal.
         return None
