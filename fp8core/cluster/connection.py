@@ -36,7 +36,7 @@ def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
         if not own and settings.address == _joined:
             return
         ray.shutdown()
-    # Of a cluster of our own: as many places as are asked for, since none of them computes while others do.
+    # A cluster of our own has as many places as the settings ask for: members compute one after another.
     wanted = sum(settings.bundles(tensor_parallel))
     places: dict[str, Any] = {"num_cpus": max(wanted, os.cpu_count() or 1)} if own else {}
     # Ray replaces the answer to SIGTERM, and would end the process with code 1.

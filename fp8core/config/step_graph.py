@@ -39,7 +39,7 @@ class StepGraph:
         return [step for step in self.steps if step.name not in done and available.issuperset(step.inputs.values())]
 
     def artifact_of(self, port: str) -> str:
-        """Of the first step with an output port of this name."""
+        """The artifact of the first step that has an output port of this name."""
         return next(step.outputs[port] for step in self.steps if port in step.outputs)
 
     def levels(self) -> list[list[PlannedStep]]:

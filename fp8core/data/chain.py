@@ -99,7 +99,7 @@ class ChainSource:
     def demonstrations(
         self, step: int, count: int, seed: int, step_by_step_share: float, tool_share: float = 0.0
     ) -> list[Demonstration]:
-        """Of a supervised step, each of a style with the given probability; the shares do not change the questions."""
+        """Demonstrations of a supervised step. The shares are probabilities of styles; questions do not depend on them."""
         questions = self._training_questions("demonstrations", step, count, seed)
         drawn = generator(seed, "styles", step).random(count).tolist()
         with_work = step_by_step_share + tool_share

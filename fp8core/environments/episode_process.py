@@ -48,7 +48,7 @@ def serve_environment(name: str, options: Mapping[str, Any]) -> Service:
 
 
 def _digest_of_shipped() -> str:
-    """Of all that observations depend on."""
+    """Digest of all files that observations depend on."""
     folder = Path(__file__).parent
     content = b"".join((folder / name).read_bytes() for name in ("shipped.py", "sandbox.py", "interpreter.py"))
     return hashlib.sha256(content).hexdigest()

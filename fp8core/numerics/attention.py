@@ -30,7 +30,7 @@ from fp8core.numerics.gemm import ordered_gemm, sliced_gemm
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import AttentionProducts
 
-# Of the decode kernel; the group is query heads per KV head.
+# Shapes that the decode kernel takes; the group is query heads per KV head.
 HEAD_DIMS = (64, 128)
 LARGEST_GROUP = 8
 QUERY_TYPES: dict[AttentionProducts, torch.dtype] = {

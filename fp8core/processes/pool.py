@@ -52,7 +52,7 @@ _VARIABLES = {
 
 
 class Limits(NamedTuple):
-    """Of one answer: seconds, and memory (MiB) beyond what the loaded code takes."""
+    """Limits of one answer: seconds, and memory (MiB) beyond what the loaded code takes."""
 
     timeout_seconds: float
     memory_mb: int

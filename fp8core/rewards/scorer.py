@@ -47,7 +47,7 @@ class Verdict:
 
 RIGHT = Verdict(1.0, "right", "")
 DETAIL_CHARACTERS = 200
-"""Of what is kept of a verdict's detail, or of an outcome's."""
+"""The longest detail of a verdict or an outcome that a table keeps."""
 MOST_REWARD = 1e9
 """The largest in absolute value: squares of advantages stay within FP32."""
 

@@ -165,7 +165,7 @@ def rows_of(parameter: Tensor) -> Tensor:
 
 
 def filled_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Of the parameters that the aligned model has zeros in."""
+    """Shapes of the parameters that the aligned model pads with zeros."""
     own = parameter_shapes(arch)
     return {name: shape for name, shape in parameter_shapes(with_whole_tiles(arch)).items() if shape != own[name]}
 

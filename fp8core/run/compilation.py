@@ -53,7 +53,7 @@ _RATE = 1e-4
 
 
 class CompilationResult(NamedTuple):
-    """Of the `jobs` of a compilation, `done` were compiled now and the others before; `kernels` are new."""
+    """A compilation had `jobs`, compiled `done` of them now and the others before, and made new `kernels`."""
 
     jobs: int
     done: int

@@ -33,7 +33,7 @@ WORKSPACE = 2_000_000_000
 AT_REST = 2_000_000_000
 MomentFormat = Literal["fp32", "bf16"]
 MASTER_WEIGHTS, MOMENTS = "master weights", "optimiser states"
-"""Of what stays between steps, the items that a checkpoint has."""
+"""The items that stay between steps and are in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def adapted_state(config: RunConfig, arch: Architecture, gpus: int, form: Moment
 
 
 def gradients(config: RunConfig, arch: Architecture, note: str) -> Need:
-    """Of all weights, or of adapters and of the widest linear, whose gradient goes on to them."""
+    """Gradients of all weights, or of adapters and of the widest linear, whose gradient goes on to them."""
     lora, shapes = config.training.lora, parameter_shapes(arch)
     if lora is None:
         return Need("gradients", count(shapes) * FP32_BYTES, note)

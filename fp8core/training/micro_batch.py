@@ -33,7 +33,7 @@ Weights = TypeVar("Weights")
 
 @dataclass(frozen=True)
 class FlatScores:
-    """Of the completion tokens of some rows, in row order: FP32 on the CPU."""
+    """Scores of the completion tokens of some rows, in row order: FP32 on the CPU."""
 
     logprobs: Tensor
     entropy: Tensor

@@ -10,7 +10,7 @@ Path = Literal["packed", "megatron", "vllm", "sglang", "aligned"]
 """A path beside the exact one (embedded engine and exact trainer), which computes every family."""
 EVERY_PATH: frozenset[Path] = frozenset({"packed", "megatron", "vllm", "sglang", "aligned"})
 Finding = tuple[str, object, str]
-"""Of a config.json: the key, its value, and what is supported."""
+"""A key of a config.json, its value, and what is supported."""
 Shapes = dict[str, tuple[int, ...]]
 
 # The settings that choose each path.
@@ -111,7 +111,7 @@ class Family:
 
 
 def no_window(hf: Any) -> Iterator[Finding]:
-    """Of a class whose layers have a window as soon as the key is set; those of others name it in `layer_types`."""
+    """Refuse a window in a class that reads `sliding_window` alone; other classes name it in `layer_types`."""
     if hf.sliding_window is not None:
         yield "sliding_window", hf.sliding_window, "supported: null (full attention)"
 

@@ -183,7 +183,7 @@ class Host:
                 token_ids_logprob=request["target"],
                 custom_logit_processor=self._engine.policy_processor,
                 return_logprob=True,
-                # Of the prompt none are wanted: they would be computed anew where it is cached.
+                # The prompt's log-probs would be computed anew where it is cached.
                 logprob_start_len=-1,
             )
         about = output["meta_info"]

@@ -10,7 +10,7 @@ from fp8core.numerics.e4m3 import scale_from_amax
 from fp8core.numerics.recipe import TILE
 from fp8core.rollout.worker_policy import WorkerPolicy
 
-# Of an attention layer: our buffer, FP32 [3] for Q, K and V; and what FlashAttention multiplies scores and values by.
+# Attributes of an attention layer: our buffer, FP32 [3] for Q, K and V; FlashAttention's factors of scores and values.
 _SCALES = "policy_scales"
 _OF_SCORES = "k_scale"
 _OF_VALUES = "v_scale"

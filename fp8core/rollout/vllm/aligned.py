@@ -73,7 +73,7 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
         self._largest = largest_decode_batch(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepQueries:
-        """Of a decode step, request i has token i; requests that pad a captured graph have length 0."""
+        """In a decode step, request i has token i; requests that pad a captured graph have length 0."""
         step = common_attn_metadata
         if step.max_query_len == 1:
             starts = _ascending(self.device, self._largest + 1)[: len(step.seq_lens) + 1]
@@ -90,7 +90,7 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
         return StepQueries(Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens), prompts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepQueries:
-        """Of a captured step with prompts nothing attends: attention runs between the graphs."""
+        """A captured step with prompts has no attention in it: attention runs between the graphs."""
         step = common_attn_metadata
         if step.max_query_len == 1:
             return self.build(0, step)

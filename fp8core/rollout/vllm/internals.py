@@ -38,7 +38,7 @@ def register_aligned_models() -> None:
 
 
 def load_model_class(name: str) -> None:
-    """Of the path of a class vLLM learns in a process of its own: 13 s on two processors."""
+    """Register the class itself: vLLM imports a class by path in another process first (13 s on two processors)."""
     from vllm import ModelRegistry
 
     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())

@@ -162,7 +162,7 @@ def _cuda_arguments(
     custom_ops = ["+quant_fp8", *(f"+{name}" for name in kernels)]
     own: dict[str, Any] = {}
     if captures_prompts(options):
-        # A decode step is one graph. Of a step with prompts, what lies between two attentions is a graph.
+        # A decode step is one graph. A step with prompts has a graph between each two attentions.
         sizes = captured_sizes(options.captured_tokens or 0, max_batch)
         own = {"mode": "NONE", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
     elif options.model == "aligned":

@@ -181,7 +181,7 @@ def _head(config: RunConfig, arch: Architecture, tensor: int) -> int:
 
 
 def _activations(config: RunConfig, arch: Architecture, tensor: int) -> int:
-    """Of all layers, or their inputs and one layer that is recomputed."""
+    """Bytes of all layers' activations, or of their inputs and one layer that is recomputed."""
     spread = config.training.megatron
     hidden, heads = arch.hidden_size, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
     width = arch.intermediate_size

@@ -129,7 +129,7 @@ class Fp8Blocks:
     def gradients(
         self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Of a product's input, BF16, and of its weight, FP32, which is added to `total` in place."""
+        """The gradients of a product's input, BF16, and of its weight, FP32, which is added to `total` in place."""
         return self._products(e4m3.row_and_column_codes(grad, *self._of_gradients), kept, weight, total)
 
     def inner_gradients(

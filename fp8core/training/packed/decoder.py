@@ -242,7 +242,7 @@ class LayerActivations:
 
 
 class _Layer(torch.autograd.Function):
-    """Autograd itself saves the result that the backward needs: else it were never freed."""
+    """`save_for_backward` avoids a reference cycle that would leak `total`."""
 
     @staticmethod
     def forward(

@@ -162,7 +162,7 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
     # Inputs of the four linears: column codes, or the BF16 tensors.
     inputs = (2 * hidden + query + width) * (1 if config.precision.training.linear == "fp8_block" else BF16_BYTES)
     inside = inputs + BF16_BYTES * (2 * hidden + 2 * every + query + 2 * width)
-    # Of each layer that is computed again: the stream before both halves, what it attended to, and log-sum-exps.
+    # A layer that is computed again keeps the stream before both halves, attention's result and its log-sum-exps.
     outside, layers = BF16_BYTES * (2 * hidden + query) + FP32_BYTES * arch.num_heads, arch.num_layers
     kept = outside * layers + inside if config.training.activation_checkpointing else inside * layers
     return _longest_pack(config, arch) * kept
