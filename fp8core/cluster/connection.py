@@ -29,16 +29,16 @@ def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
     # Its own lines would stand between ours; what ends a member is in our error.
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     own = settings.address is None
-    named = f"cluster.address={settings.address}"
+    setting = f"cluster.address={settings.address}"
     if settings.address not in (None, "auto"):
-        _check_server(settings.address, named)
+        _check_server(settings.address, setting)
     if ray.is_initialized():
         if not own and settings.address == _joined:
             return
         ray.shutdown()
     # A cluster of our own has as many places as the settings ask for: members compute one after another.
-    wanted = sum(settings.bundles(tensor_parallel))
-    places: dict[str, Any] = {"num_cpus": max(wanted, os.cpu_count() or 1)} if own else {}
+    members = sum(settings.bundles(tensor_parallel))
+    places: dict[str, Any] = {"num_cpus": max(members, os.cpu_count() or 1)} if own else {}
     # Ray replaces the answer to SIGTERM, and would end the process with code 1.
     sigterm = signal.getsignal(signal.SIGTERM)
     try:
@@ -51,32 +51,32 @@ def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
         )
     except Exception as error:
         # Ray raises what its parts do: RPC errors, assertions, RuntimeError.
-        raise UserError(f"{named}: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(f"{setting}: {' '.join(str(error).split())[:300]}") from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, sigterm)
     _joined = settings.address
 
 
-def _check_server(address: str, named: str) -> None:
+def _check_server(address: str, setting: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise UserError(f"{named}: nothing answers there ({first_line(error)})") from error
+        raise UserError(f"{setting}: nothing answers there ({first_line(error)})") from error
 
 
 def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, packages: tuple[str, ...] = ()) -> Node:
     """The machine of members of a cluster, as one of its nodes describes itself. Raises UserError: it does not."""
     connect(settings, tensor_parallel)
     try:
-        unit, held = checked_size(settings, tensor_parallel, wants_gpus)
+        unit, total = checked_size(settings, tensor_parallel, wants_gpus)
         context = ray.get_runtime_context()
         node = _told(context.gcs_address, context.get_job_id(), unit, settings.start_seconds, packages)
     except BaseException:
         ray.shutdown()
         raise
-    return replace(node, gpus=held) if node.gpus else node
+    return replace(node, gpus=total) if node.gpus else node
 
 
 # A connection has its own job.
@@ -101,10 +101,10 @@ def checked_size(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool
     """The resource that members take, `GPU` or `CPU`, and its amount in the cluster."""
     resources = ray.cluster_resources()
     unit = "GPU" if wants_gpus and "GPU" in resources else "CPU"
-    held = int(resources.get(unit, 0))
-    if held < sum(settings.bundles(tensor_parallel)):
-        raise UserError(settings.too_small(tensor_parallel, unit, f"the cluster has {held}"))
-    return unit, held
+    total = int(resources.get(unit, 0))
+    if total < sum(settings.bundles(tensor_parallel)):
+        raise UserError(settings.too_small(tensor_parallel, unit, f"the cluster has {total}"))
+    return unit, total
 
 
 def last_line(text: str) -> str:

@@ -180,15 +180,15 @@ class WorkerGroup:
     def _place(self, settings: ClusterConfig, tensor_parallel: int, arguments: tuple[Any, ...]) -> None:
         unit = self.unit
         bundles = settings.bundles(tensor_parallel)
-        wanted = [{"CPU": float(size), **({"GPU": float(size)} if unit == "GPU" else {})} for size in bundles]
-        self._group = placement_group(wanted, strategy="PACK")
+        requests = [{"CPU": float(size), **({"GPU": float(size)} if unit == "GPU" else {})} for size in bundles]
+        self._group = placement_group(requests, strategy="PACK")
         if not self._group.wait(settings.start_seconds):
-            held = int(ray.cluster_resources().get(unit, 0))
+            total = int(ray.cluster_resources().get(unit, 0))
             free = int(ray.available_resources().get(unit, 0))
             host = f", {tensor_parallel} of them on one host" if tensor_parallel > 1 else ""
             raise UserError(
                 f"cluster: {sum(bundles)} {unit}s{host} were not free within cluster.start_seconds="
-                f"{settings.start_seconds:g}: the cluster has {held}, of which {free} are free"
+                f"{settings.start_seconds:g}: the cluster has {total}, of which {free} are free"
             )
         # Two have room in a bundle where engines and ranks are colocated.
         share = 0.5 if settings.placement == "colocated" else 1.0
@@ -267,5 +267,5 @@ def _where(member: Handle) -> str:
 def _reason(error: Exception) -> str:
     """The line of Ray's message with the reason of an actor's end."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = next((line for line in lines if "exit detail" in line or "dead because" in line), lines[0])
-    return told.partition("Some common causes")[0].strip()
+    detail = next((line for line in lines if "exit detail" in line or "dead because" in line), lines[0])
+    return detail.partition("Some common causes")[0].strip()

@@ -153,14 +153,14 @@ class TrainerPart:
         report, scored = self._trainer.scored_step(*arguments)
         return report, scored if self._ranks.rank == 0 else None
 
-    def kept(self) -> RankWeights:
+    def exported_policy(self) -> RankWeights:
         assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
-        kept: RankWeights = self._trainer.keep(ShippedTensors(self._exported))
-        return kept
+        weights: RankWeights = self._trainer.keep(ShippedTensors(self._exported))
+        return weights
 
-    def logprobs_of(self, kept: RankWeights, *arguments: Any) -> ScoredBatch | None:
+    def logprobs_of(self, weights: RankWeights, *arguments: Any) -> ScoredBatch | None:
         assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
-        scored = self._trainer.logprobs_of(kept, *arguments)
+        scored = self._trainer.logprobs_of(weights, *arguments)
         return scored if self._ranks.rank == 0 else None
 
     def version(self) -> int:
@@ -180,10 +180,10 @@ class TrainerPart:
     def export(self) -> PolicyExport | None:
         """Make the weights for the engines and keep them until `release`; None where other ranks have them."""
         shipped = self._trainer.export()
-        self._exported = made = {name: shipped[name] for name in shipped.keys()}  # noqa: SIM118
-        if not made:
+        self._exported = tensors = {name: shipped[name] for name in shipped.keys()}  # noqa: SIM118
+        if not tensors:
             return None
-        return PolicyExport(shipped.digest(), specs_of(made), all(tensor.is_cuda for tensor in made.values()))
+        return PolicyExport(shipped.digest(), specs_of(tensors), all(tensor.is_cuda for tensor in tensors.values()))
 
     def share_weights(self) -> SharedWeights:
         # Engines that wake on this GPU need the memory that torch only keeps.

@@ -104,16 +104,16 @@ class Piece(NamedTuple):
 
 def _pieces(layouts: Mapping[str, TensorSpec]) -> Iterator[Piece]:
     starts = dict[str, int]()
-    held = 0
+    bytes_in_part = 0
     for name, layout in layouts.items():
         size = aligned(layout.bytes)
-        if starts and held + size > _PIECE_BYTES:
-            yield Piece(starts, held)
+        if starts and bytes_in_part + size > _PIECE_BYTES:
+            yield Piece(starts, bytes_in_part)
             starts = {}
-            held = 0
-        starts[name] = held
-        held += size
-    yield Piece(starts, held)
+            bytes_in_part = 0
+        starts[name] = bytes_in_part
+        bytes_in_part += size
+    yield Piece(starts, bytes_in_part)
 
 
 class GroupRanks(Ranks):
@@ -163,10 +163,10 @@ class GroupRanks(Ranks):
 
     def exchange(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         size = len(parts[self.rank])
-        sent = torch.cat(list(parts))
-        received = sent.new_empty(size * self.count)
+        outgoing = torch.cat(list(parts))
+        received = outgoing.new_empty(size * self.count)
         sizes = [len(part) for part in parts]
-        work = distributed.all_to_all_single(received, sent, [size] * self.count, sizes, async_op=True)
+        work = distributed.all_to_all_single(received, outgoing, [size] * self.count, sizes, async_op=True)
 
         def finished() -> list[Tensor]:
             work.wait()

@@ -337,18 +337,18 @@ class RankedTrainer:
 
     def keep(self, shipped: EngineWeights) -> str:
         key = f"{self._key}, kept {next(self._numbers)}"
-        self._gang.call_all(self._gang.ranks, "build", key, TrainerPart.kept, (self._key,))
+        self._gang.call_all(self._gang.ranks, "build", key, TrainerPart.exported_policy, (self._key,))
         return key
 
-    def forget(self, kept: str) -> None:
-        self._gang.call_all(self._gang.ranks, "drop", kept)
+    def forget(self, key: str) -> None:
+        self._gang.call_all(self._gang.ranks, "drop", key)
 
     def logprobs_of(
-        self, kept: str, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]
+        self, key: str, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]
     ) -> ScoredBatch:
         shared = [ray.put(each) for each in (batch, temperature, scales)]
         return cast(
-            ScoredBatch, self._gang.call_all(self._gang.ranks, "hand", self._key, "logprobs_of", kept, *shared)[0]
+            ScoredBatch, self._gang.call_all(self._gang.ranks, "hand", self._key, "logprobs_of", key, *shared)[0]
         )
 
     def _learnt(self, reports: Sequence[TrainReport]) -> TrainReport:

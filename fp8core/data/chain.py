@@ -99,12 +99,13 @@ class ChainSource:
     def demonstrations(
         self, step: int, count: int, seed: int, step_by_step_share: float, tool_share: float = 0.0
     ) -> list[Demonstration]:
-        """Demonstrations of a supervised step. The shares are probabilities of styles; questions do not depend on them."""
+        """Demonstrations of a supervised step. Shares are probabilities of styles; questions do not depend on them."""
         questions = self._training_questions("demonstrations", step, count, seed)
-        drawn = generator(seed, "styles", step).random(count).tolist()
+        numbers = generator(seed, "styles", step).random(count).tolist()
         with_work = step_by_step_share + tool_share
         styles: list[Style] = [
-            "step_by_step" if place < step_by_step_share else "tool" if place < with_work else "bare" for place in drawn
+            "step_by_step" if place < step_by_step_share else "tool" if place < with_work else "bare"
+            for place in numbers
         ]
         return [
             Demonstration(question, completion(question, style), style)

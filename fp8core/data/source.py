@@ -95,12 +95,14 @@ class RowSource:
         """Without rows to hold out, one row in eight is held out by a hash of its question; `place` names the data.
         Raises UserError: nothing is left to train on."""
         unique = _unique(rows)
-        held = _unique(heldout) if heldout is not None else {q: row for q, row in unique.items() if is_heldout(q)}
+        heldout_rows = (
+            _unique(heldout) if heldout is not None else {q: row for q, row in unique.items() if is_heldout(q)}
+        )
         self._place = place
         # A question that is held out is asked as its own row has it, also where the training file has another answer.
-        self._rows = [*(unique | held).values()]
-        self._heldout = sorted(held.values(), key=lambda row: row.prompt_id)
-        self._training = [row for question, row in unique.items() if question not in held]
+        self._rows = [*(unique | heldout_rows).values()]
+        self._heldout = sorted(heldout_rows.values(), key=lambda row: row.prompt_id)
+        self._training = [row for question, row in unique.items() if question not in heldout_rows]
         if not self._training:
             raise UserError(f"{place}: all {len(unique)} questions are held out, none is left to train on")
 
@@ -315,7 +317,7 @@ def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> st
     (verdict,) = verifier.main.verify([answer])
     if verdict.outcome not in ("timeout", "crashed"):
         return None
-    named = f"reward.verifier={config.reward.verifier}"
+    setting = f"reward.verifier={config.reward.verifier}"
     if (invalid := InvalidReply.read(verdict.detail)) is not None:
-        raise UserError(f"{named}: {invalid}")
-    return f"{named}: it fails where a completion is the reference of the first problem: {verdict.detail}"
+        raise UserError(f"{setting}: {invalid}")
+    return f"{setting}: it fails where a completion is the reference of the first problem: {verdict.detail}"

@@ -77,7 +77,7 @@ class Conversation:
         # The part of the policy's present turn that the template has written.
         self._begun = ""
         if not talk.tokenizer.has_template:
-            self.prompt = self._encoded(self._plain("".join(said.content for said in turn.messages)), first=True)
+            self.prompt = self._encoded(self._plain("".join(message.content for message in turn.messages)), first=True)
             return
         rendered = self._rendered(self._messages)
         if turn.tools and rendered == self._rendered(self._messages, tools=()):
@@ -106,7 +106,7 @@ class Conversation:
         before = [*self._messages]
         self._messages += [None, *messages]
         if not tokenizer.has_template:
-            return self._encoded(self._plain("".join(OBSERVATION + said.content for said in messages)))
+            return self._encoded(self._plain("".join(OBSERVATION + message.content for message in messages)))
         tokens = self._encoded(self._rendered_after(before).split(_CUT))
         ended = last is not None and tokens and tokens[0] in tokenizer.eos_ids
         return tokens[1:] if ended else tokens
@@ -114,10 +114,10 @@ class Conversation:
     def _rendered_after(self, before: Sequence[Said | None]) -> str:
         """The template's text after these messages and the policy's turn. Raises UserError: it rewrites them."""
         whole = self._rendered(self._messages)
-        asked = self._rendered(before)
+        rendering = self._rendered(before)
         stands, mark, after = whole.rpartition(_GAP)
-        if not mark or not (stands == asked or self._only_begun(stands, asked, before)):
-            first = asked + _GAP
+        if not mark or not (stands == rendering or self._only_begun(stands, rendering, before)):
+            first = rendering + _GAP
             place = next((i for i, (a, b) in enumerate(zip(first, whole, strict=False)) if a != b), len(whole))
             raise UserError(
                 f"{self._talk.tokenizer.where}: the chat template rewrites what is before an observation: it has "
@@ -145,7 +145,7 @@ class Conversation:
         add_generation_prompt: bool = True,
     ) -> str:
         """Messages in the chat template, with marks in their texts; `tools`: others than those that there are."""
-        told = [
+        dicts = [
             {"role": "assistant", "content": _GAP}
             if said is None
             else {"role": said.role, "content": self._cut(said.content)}
@@ -155,7 +155,7 @@ class Conversation:
             {"type": "function", "function": self._cut(tool._asdict())}
             for tool in (self._tools if tools is None else tools)
         ]
-        return self._talk.tokenizer.render(told, functions, add_generation_prompt, self._talk.arguments)
+        return self._talk.tokenizer.render(dicts, functions, add_generation_prompt, self._talk.arguments)
 
     def _cut(self, value: Any) -> Any:
         """JSON whose strings are cut inside control tokens."""

@@ -34,17 +34,19 @@ def serve_environment(name: str, options: Mapping[str, Any]) -> Service:
     """
     if name in SHIPPED_ENVIRONMENTS:
         module = importlib.import_module("fp8core.environments.shipped")
-        made = getattr(module, SHIPPED_ENVIRONMENTS[name])
+        factory = getattr(module, SHIPPED_ENVIRONMENTS[name])
         digest = _digest_of_shipped()
     else:
         find_neighbours(name)
-        made, _, digest = load_code(name, "class")
-    prepare = getattr(made, "prepare", None)
-    check_call(prepare or made, made.__name__, (), options)
-    if lacking := [part for part in ("start", "step", "close") if inspect.isclass(made) and not hasattr(made, part)]:
-        raise UserError(f"{made.__name__} has no method {lacking[0]}")
-    create = partial(made, **options) if prepare is None else prepare(**options)
-    return Service({"environment": name, "source": digest}, lambda: EpisodeHandler(create, file_of(made)))
+        factory, _, digest = load_code(name, "class")
+    prepare = getattr(factory, "prepare", None)
+    check_call(prepare or factory, factory.__name__, (), options)
+    if lacking := [
+        part for part in ("start", "step", "close") if inspect.isclass(factory) and not hasattr(factory, part)
+    ]:
+        raise UserError(f"{factory.__name__} has no method {lacking[0]}")
+    create = partial(factory, **options) if prepare is None else prepare(**options)
+    return Service({"environment": name, "source": digest}, lambda: EpisodeHandler(create, file_of(factory)))
 
 
 def _digest_of_shipped() -> str:
@@ -112,10 +114,10 @@ def checked_reply(reply: object, first: bool) -> Turn | Outcome:
     if not reply.messages:
         raise ValueError("messages are empty; the policy would have nothing to answer")
     roles = get_args(Role) if first else ("user", "tool")
-    for said in reply.messages:
-        if not isinstance(said, Said) or said.role not in roles or not isinstance(said.content, str):
-            raise InvalidReply(f"a message is {said!r:.60}, not a Said of a text by {', '.join(roles)}")
-    messages = tuple(Said(said.role, whole_characters(said.content)) for said in reply.messages)
+    for message in reply.messages:
+        if not isinstance(message, Said) or message.role not in roles or not isinstance(message.content, str):
+            raise InvalidReply(f"a message is {message!r:.60}, not a Said of a text by {', '.join(roles)}")
+    messages = tuple(Said(message.role, whole_characters(message.content)) for message in reply.messages)
     tools = tuple(tool._replace(parameters=json.loads(json.dumps(dict(tool.parameters)))) for tool in reply.tools)
     return Turn(messages, tools, **_numbers(reply))
 

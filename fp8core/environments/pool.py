@@ -55,16 +55,16 @@ class EnvironmentPool:
         if episode in self._resting:
             self.end(episode)
         assert episode not in self._episodes, f"{episode} is open"
-        begun = self._episodes[episode] = _Episode(episode, [task])
-        self._waiting.append(begun)
+        state = self._episodes[episode] = _Episode(episode, [task])
+        self._waiting.append(state)
         self._launch()
 
     def act(self, episode: Key, action: Action) -> None:
-        asked = self._episodes[episode]
-        assert asked.process is not None, f"{episode} waits for a process"
-        assert asked.reply is None, f"{episode} has not answered yet"
-        asked.asked.append(action)
-        asked.reply = self._threads.submit(asked.process.ask, action)
+        state = self._episodes[episode]
+        assert state.process is not None, f"{episode} waits for a process"
+        assert state.reply is None, f"{episode} has not answered yet"
+        state.asked.append(action)
+        state.reply = self._threads.submit(state.process.ask, action)
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """Replies that have come. `wait`: for at least one, unless every open episode waits for an action."""
@@ -90,10 +90,10 @@ class EnvironmentPool:
         if episode in self._episodes:
             self._resting[episode] = None
 
-    def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
+    def wake(self, episode: Key, task: Task, actions: Sequence[Action]) -> bool:
         self._resting.pop(episode, None)
         state = self._episodes.get(episode)
-        if state is not None and state.asked == [task, *asked]:
+        if state is not None and state.asked == [task, *actions]:
             return True
         self.end(episode)
         return False

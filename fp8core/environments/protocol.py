@@ -123,20 +123,20 @@ class Environment(Protocol):
 def opening_json(turn: Turn) -> str:
     """Messages and tools of a first turn; the same turn gives the same text."""
     tools = [{**tool._asdict(), "parameters": dict(tool.parameters)} for tool in turn.tools]
-    return json.dumps({"messages": [said._asdict() for said in turn.messages], "tools": tools})
+    return json.dumps({"messages": [message._asdict() for message in turn.messages], "tools": tools})
 
 
 def opening_of(text: str) -> Turn:
     turn = json.loads(text)
-    return Turn(tuple(Said(**said) for said in turn["messages"]), tuple(Tool(**tool) for tool in turn["tools"]))
+    return Turn(tuple(Said(**message) for message in turn["messages"]), tuple(Tool(**tool) for tool in turn["tools"]))
 
 
 def said_json(messages: Iterable[Said]) -> str:
-    return json.dumps([said._asdict() for said in messages])
+    return json.dumps([message._asdict() for message in messages])
 
 
 def said_of(text: str) -> tuple[Said, ...]:
-    return tuple(Said(**said) for said in json.loads(text))
+    return tuple(Said(**message) for message in json.loads(text))
 
 
 def calls_json(calls: Iterable[ToolCall]) -> str:

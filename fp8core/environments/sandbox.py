@@ -117,10 +117,10 @@ class Interpreter:
         return f"the interpreter ended ({how}){_LOST}"
 
     def _cut(self, text: str) -> str:
-        shown = text or "(no output)"
-        if len(shown) <= self._characters:
-            return shown
-        return f"{shown[: self._characters]}\n... (cut after {self._characters} characters)"
+        output = text or "(no output)"
+        if len(output) <= self._characters:
+            return output
+        return f"{output[: self._characters]}\n... (cut after {self._characters} characters)"
 
 
 def _in_bubblewrap() -> list[str]:

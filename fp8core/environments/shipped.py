@@ -26,24 +26,24 @@ class _OneTool:
             return Turn((Said("tool", f"error: {action.malformed}"),), failed=max(1, len(action.calls)))
         if not action.calls:
             return Outcome("judge")
-        answers = [self._answer(made) for made in action.calls]
+        answers = [self._answer(call) for call in action.calls]
         return Turn(tuple(Said("tool", content) for content, _ in answers), failed=sum(failed for _, failed in answers))
 
     def close(self) -> None:
         pass
 
-    def _answer(self, made: ToolCall) -> tuple[str, bool]:
+    def _answer(self, call: ToolCall) -> tuple[str, bool]:
         tool = self.TOOL
         (name,) = tool.parameters["properties"]
         try:
-            if made.name != tool.name:
-                raise ToolError(f"there is no tool {made.name[:40]!r}; there is {tool.name}")
-            if made.arguments.keys() != {name}:
-                given = ", ".join(name[:40] for name in list(made.arguments)[:4]) or "none"
-                raise ToolError(f"{tool.name} takes {name}; it got {given}")
-            if not isinstance(made.arguments[name], str):
+            if call.name != tool.name:
+                raise ToolError(f"there is no tool {call.name[:40]!r}; there is {tool.name}")
+            if call.arguments.keys() != {name}:
+                names = ", ".join(name[:40] for name in list(call.arguments)[:4]) or "none"
+                raise ToolError(f"{tool.name} takes {name}; it got {names}")
+            if not isinstance(call.arguments[name], str):
                 raise ToolError(f"{name} is no text")
-            return self._call(made.arguments[name])
+            return self._call(call.arguments[name])
         except ToolError as error:
             return f"error: {error}", True
 

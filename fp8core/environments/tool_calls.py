@@ -82,13 +82,13 @@ def _plain_calls(text: str, tools: Sequence[Tool]) -> Iterator[ToolCall]:
         end = text.find("]", start)
         if end < 0:
             raise _Malformed("[ is not closed")
-        given = text[start + 1 : end]
-        if "[" in given:
+        arguments_text = text[start + 1 : end]
+        if "[" in arguments_text:
             raise _Malformed("[ in a call")
         names = [*tools[0].parameters.get("properties", {})]
         if len(tools) != 1 or len(names) != 1:
             raise _Malformed("a plain call is of the only tool, which has one argument")
-        yield ToolCall(tools[0].name, {names[0]: given})
+        yield ToolCall(tools[0].name, {names[0]: arguments_text})
 
 
 TOOL_CALLS = {"qwen": _qwen_calls, "plain": _plain_calls}

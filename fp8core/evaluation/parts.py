@@ -108,8 +108,8 @@ def whole_forward(
     """The rollout side of a contract. `masters` are FP32 weights by Hugging Face name."""
     formats = rollout_formats(contract, arch.num_layers)
     tiles = formats.recipe.weights
-    stored = PreparedWeights(stored_weights(masters, formats.stored_names(), tiles), tiles)
-    return Forward(Decoder(arch, formats), load_policy(arch, stored), scales)
+    shipped = PreparedWeights(stored_weights(masters, formats.stored_names(), tiles), tiles)
+    return Forward(Decoder(arch, formats), load_policy(arch, shipped), scales)
 
 
 def subjects_of(full: Forward, contract: PrecisionContract, masters: Mapping[str, Tensor]) -> Subjects:

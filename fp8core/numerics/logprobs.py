@@ -173,8 +173,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden, dtype=head.partial_dtype)
         grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in _chunks(head, len(targets)):
-            given = (None if grad is None else grad[part], None if grad_entropy is None else grad_entropy[part])
-            slopes = head.slopes(hidden[part], targets[part], entropy[part], given)
+            gradients = (None if grad is None else grad[part], None if grad_entropy is None else grad_entropy[part])
+            slopes = head.slopes(hidden[part], targets[part], entropy[part], gradients)
             grad_hidden[part] = head.hidden_gradient(slopes)
             if grad_weight is not None:
                 head.add_weight_gradient(grad_weight, slopes, hidden[part])

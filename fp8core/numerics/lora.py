@@ -52,5 +52,5 @@ class _Merged(torch.autograd.Function):
 
 def with_gradients(merged: Tensor, left: Tensor, right: Tensor, factor: float) -> Tensor:
     """A merged weight whose gradient goes on to B and A."""
-    given: Tensor = _Merged.apply(left, right, merged, factor)  # type: ignore[no-untyped-call]
-    return given
+    weight: Tensor = _Merged.apply(left, right, merged, factor)  # type: ignore[no-untyped-call]
+    return weight

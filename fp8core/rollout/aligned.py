@@ -36,8 +36,8 @@ _KEY, _RECIPE_KEY = "fp8_grpo_decoder", "fp8_grpo_recipe"
 
 def aligned_config(config: Mapping[str, Any], arch: Architecture, recipe: Recipe) -> dict[str, Any]:
     (name,) = config["architectures"]
-    named = {"name": recipe.name, "attention": recipe.attention}
-    return {**config, "architectures": [NAMES[name]], _KEY: asdict(arch), _RECIPE_KEY: named}
+    recipe_keys = {"name": recipe.name, "attention": recipe.attention}
+    return {**config, "architectures": [NAMES[name]], _KEY: asdict(arch), _RECIPE_KEY: recipe_keys}
 
 
 def decoder_of(config: Any) -> Architecture:
@@ -95,10 +95,10 @@ class AlignedDecoder(nn.Module):
         return part
 
     def _add_norm(self, x: Tensor, added: Tensor | None, norm: Any, linear: Any) -> tuple[Tensor, Operand]:
-        given = x, added, norm.weight, self._arch.rms_norm_eps
+        arguments = x, added, norm.weight, self._arch.rms_norm_eps
         if _multiplies_codes(linear):
-            return add_norm_row_codes(*given, self.recipe.activations, self._flag)
-        total, normed, _inverse = add_norm(*given)
+            return add_norm_row_codes(*arguments, self.recipe.activations, self._flag)
+        total, normed, _inverse = add_norm(*arguments)
         return total, normed
 
     def _activated(self, inner: Tensor, linear: Any) -> Operand:

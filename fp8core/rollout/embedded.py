@@ -199,8 +199,8 @@ class EmbeddedEngine:
         temperature = sampling.temperature or 1.0
         logits = self._decoder.formats.head.logits(hidden, self._weights.head)
         logprobs = log_softmax(logits, temperature)
-        drawn = uniform(seeds, places)
-        tokens = greedy(logprobs) if sampling.temperature == 0 else sample(logprobs, drawn)
+        numbers = uniform(seeds, places)
+        tokens = greedy(logprobs) if sampling.temperature == 0 else sample(logprobs, numbers)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
 
 

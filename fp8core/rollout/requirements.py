@@ -90,9 +90,9 @@ def aligned_refusals(place: str, contract: PrecisionContract) -> Iterator[str]:
         "precision.rollout.kv_cache": (rollout.kv_cache, "fp8", "its attention reads an FP8 cache"),
         "precision.rollout.head": (rollout.head, "fp32", "its logits are FP32"),
     }
-    for setting, (value, wanted, reason) in needed.items():
-        if value != wanted:
-            yield f"{place}: {setting}={value}, it must be {wanted}: {reason}"
+    for setting, (value, required, reason) in needed.items():
+        if value != required:
+            yield f"{place}: {setting}={value}, it must be {required}: {reason}"
 
 
 def aligned_shape_refusals(place: str, arch: Architecture) -> Iterator[str]:
@@ -148,9 +148,9 @@ def resident_memory(
         limit, setting = gpu.memory, f"{setting.rpartition('.')[0]}.kv_cache_gib"
     if not workspace_in_share:
         limit = min(gpu.memory, limit + workspace)
-    left = limit - weights.bytes - workspace
+    rest = limit - weights.bytes - workspace
     cache = _cache(
-        config, arch, max(0, left) if options.kv_cache_gib is None else int(options.kv_cache_gib * GIB), gpus
+        config, arch, max(0, rest) if options.kv_cache_gib is None else int(options.kv_cache_gib * GIB), gpus
     )
     refusal = None
     if cache.tokens < longest[1]:
@@ -160,7 +160,7 @@ def resident_memory(
         )
     asleep = (Need("engine asleep", _ASLEEP, "CUDA context, graphs; estimate"),) if options.sleep else None
     # A cache fills the engine's share of the GPU, unless the weights alone do not fit in it.
-    advice = f"{'raise' if options.kv_cache_gib is None and left < 0 else 'lower'} {setting}"
+    advice = f"{'raise' if options.kv_cache_gib is None and rest < 0 else 'lower'} {setting}"
     needs = weights, Need("engine workspace", workspace, "CUDA context, activations, graphs; estimate"), cache.need
     return EngineMemory(needs, asleep, limit, advice, cache, refusal)
 
@@ -169,5 +169,5 @@ def _cache(config: RunConfig, arch: Architecture, size: int, gpus: int) -> Cache
     engines, rollout, sequence = config.cluster.engines, config.rollout, longest_sequence(config, arch)
     per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache) // gpus
     tokens = size // per_token
-    wanted = min(math.ceil(rollout.drawn_prompts / engines) * rollout.group_size, rollout.max_batch)
-    return CacheRoom(size, per_token, tokens, sequence, tokens // sequence, wanted, engines)
+    sequences = min(math.ceil(rollout.drawn_prompts / engines) * rollout.group_size, rollout.max_batch)
+    return CacheRoom(size, per_token, tokens, sequence, tokens // sequence, sequences, engines)

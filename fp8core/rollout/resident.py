@@ -157,8 +157,8 @@ class ResidentEngine(ABC):
         waiting = {next(self._numbers): i for i in range(len(probes))}
         self._begin(temperature)
         try:
-            asked = (Request(probe.context, temperature, target=probe.target) for probe in probes)
-            self._submit(dict(zip(waiting, asked, strict=True)))
+            requests = (Request(probe.context, temperature, target=probe.target) for probe in probes)
+            self._submit(dict(zip(waiting, requests, strict=True)))
             while waiting:
                 for number, output in self._outputs():
                     i = waiting.pop(number)
@@ -210,31 +210,31 @@ class ResidentEngine(ABC):
         self._parameters = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in parameters.items()}
 
     def _read_back(self, scales: PolicyScales) -> SyncReport:
-        held = self.ask_policies("read_back")
-        version = self._agreed("versions", [each["version"] for each in held])
+        replies = self.ask_policies("read_back")
+        version = self._agreed("versions", [each["version"] for each in replies])
         # Without an FP8 cache the engine has no use for scales, and none are written.
-        written = [written_scales(each["scales"]) if self._fp8_cache else scales.layers for each in held]
-        return SyncReport(version, self._digest(held), PolicyScales(scales.version, self._agreed("scales", written)))
+        written = [written_scales(each["scales"]) if self._fp8_cache else scales.layers for each in replies]
+        return SyncReport(version, self._digest(replies), PolicyScales(scales.version, self._agreed("scales", written)))
 
-    def _digest(self, held: Sequence[Mapping[str, Any]]) -> str:
+    def _digest(self, replies: Sequence[Mapping[str, Any]]) -> str:
         prints = {}
         for name, spec in self._sent.items():
-            sums = [each["sums"][name] for each in held]
+            sums = [each["sums"][name] for each in replies]
             if name in self._in_parts:
                 sums = [[sum(lane) for lane in zip(*sums, strict=True)]]
             prints[name] = spec.dtype, spec.shape, hex_digits(self._agreed(f"bytes of {name}", sums))
         return digest_of(prints)
 
-    def _agreed(self, what: str, held: Sequence[_Value]) -> _Value:
-        if any(each != held[0] for each in held):
-            raise EngineUpdateError(f"{self.product}'s {len(held)} workers hold different {what}")
-        return held[0]
+    def _agreed(self, what: str, values: Sequence[_Value]) -> _Value:
+        if any(each != values[0] for each in values):
+            raise EngineUpdateError(f"{self.product}'s {len(values)} workers hold different {what}")
+        return values[0]
 
     @abstractmethod
     def _described(self, described: Mapping[str, Any]) -> dict[str, object]: ...
 
     @abstractmethod
-    def _find_shares(self, sent: Mapping[str, TensorSpec]) -> list[Share]:
+    def _find_shares(self, specs: Mapping[str, TensorSpec]) -> list[Share]:
         """Raises EngineUpdateError: it does not fit the parameters."""
 
     @abstractmethod
@@ -339,8 +339,8 @@ def executed_formats(
 def _linear_format(linear: Mapping[str, str], kernels: Mapping[str, Collection[str] | None]) -> str:
     dtype = linear["dtype"]
     kernel = linear["kernel"]
-    known = kernels.get(dtype, ())
-    if known is None or kernel in known:
+    names = kernels.get(dtype, ())
+    if names is None or kernel in names:
         return {"bfloat16": "bf16", "float8_e4m3fn": "fp8_block"}[dtype]
     return f"{dtype} by {kernel}"
 

@@ -141,12 +141,12 @@ def _handle(tensor: Tensor) -> tuple[list[Any], tuple[Any, ...]]:
     storage = tensor.detach().untyped_storage()
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
     _, fields = reduce_tensor(whole)
-    sent = list(fields)
-    sent[_COUNTER] = _counter_of_nothing()[1]
+    handles = list(fields)
+    handles[_COUNTER] = _counter_of_nothing()[1]
     for place in (_TENSOR_CLASS, _STORAGE_CLASS, _DTYPE):
-        sent[place] = None
-    sent[_WAITS_FOR_EVENT] = False
-    return [list(field) if isinstance(field, tuple) else field for field in sent], fields[_COUNTER]
+        handles[place] = None
+    handles[_WAITS_FOR_EVENT] = False
+    return [list(field) if isinstance(field, tuple) else field for field in handles], fields[_COUNTER]
 
 
 @cache

@@ -148,15 +148,15 @@ def find_shares(
     return shares
 
 
-def written_scales(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
+def written_scales(layers: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
     """Raises EngineUpdateError: a scale is NaN, or no positive number."""
-    for layer, values in enumerate(held):
+    for layer, values in enumerate(layers):
         for name, value in zip("qkv", values, strict=True):
             if isnan(value):
                 raise EngineUpdateError(f"layer {layer}: its scale of {name} was never written, or not everywhere")
             if not 0 < value < inf:
                 raise EngineUpdateError(f"layer {layer}: its scale of {name} was read back as {value}")
-    return tuple(LayerScales(*values) for values in held)
+    return tuple(LayerScales(*values) for values in layers)
 
 
 def rows_of(parameter: Tensor) -> Tensor:
@@ -218,12 +218,15 @@ def check_fit(
     """Raises EngineUpdateError: a tensor does not fit its slot, or together they do not fill a parameter."""
     filled: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, slot in slots.items():
-        sent, held = shipped[name], parameters.get(slot.parameter)
-        if held is None:
+        source = shipped[name]
+        target = parameters.get(slot.parameter)
+        if target is None:
             raise EngineUpdateError(f"{name}: the engine has no parameter {slot.parameter}")
-        row = sent.row if slot.columns == slot.width else (slot.width,)
-        if sent.dtype != held.dtype or row != held.row or slot.end > held.rows:
-            raise EngineUpdateError(f"{name}: {sent} was sent for rows from {slot.start} of {slot.parameter}, {held}")
+        row = source.row if slot.columns == slot.width else (slot.width,)
+        if source.dtype != target.dtype or row != target.row or slot.end > target.rows:
+            raise EngineUpdateError(
+                f"{name}: {source} was sent for rows from {slot.start} of {slot.parameter}, {target}"
+            )
         filled[slot.parameter].append((slot.start, slot.end))
     for parameter, spec in parameters.items():
         rows = _rows_without_gap(parameter, filled[parameter])

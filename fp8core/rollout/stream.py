@@ -128,25 +128,27 @@ class Stream:
         than the longest of those of `due` has.
         """
         places = [*due, *others]
-        asked = list[PromptGroup]()
+        groups = list[PromptGroup]()
         open_ = dict[GroupPlace, Row]()
         for number, place in enumerate(places):
             rows = [row for row in self._groups[place] if not row.finish]
             open_ |= {(number, row.sample): row for row in rows}
             begun = tuple(tuple(row.tokens) for row in rows) if any(row.tokens for row in rows) else ()
-            asked.append(replace(group_of(number, rows), begun=begun, room=() if room is None else (room,) * len(rows)))
-        completions = [done for finished in generate(asked, places) for done in finished]
+            groups.append(
+                replace(group_of(number, rows), begun=begun, room=() if room is None else (room,) * len(rows))
+            )
+        completions = [done for finished in generate(groups, places) for done in finished]
         longest = max((len(done.tokens) for done in completions if done.group < len(due)), default=0)
         for done in completions:
             if not done.tokens and done.finish == "open":
                 continue
             row = open_.pop((done.group, done.sample))
-            kept = min(longest, len(done.tokens))
-            row.tokens += done.tokens[:kept]
-            row.logprobs += done.logprobs[:kept]
-            row.versions += [version] * kept
+            length = min(longest, len(done.tokens))
+            row.tokens += done.tokens[:length]
+            row.logprobs += done.logprobs[:length]
+            row.versions += [version] * length
             row.experts = done.experts
-            if done.finish != "open" and kept == len(done.tokens):
+            if done.finish != "open" and length == len(done.tokens):
                 row.finish = done.finish
                 row.ended = self.tick + done.length
         assert not open_, "the engine left a completion as it was, so nothing would ever end"
@@ -187,5 +189,5 @@ def run_ahead(
 
 
 def chunks_of(tokens: int, chunk: int) -> Iterator[int]:
-    for begun in range(0, tokens, chunk):
-        yield min(chunk, tokens - begun)
+    for start in range(0, tokens, chunk):
+        yield min(chunk, tokens - start)

@@ -71,14 +71,14 @@ class Adapters:
             if name.endswith(RIGHT):
                 digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-                drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
-                tensor.copy_((2 * drawn - 1) / tensor.shape[1] ** 0.5)
+                numbers = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+                tensor.copy_((2 * numbers - 1) / tensor.shape[1] ** 0.5)
 
     def of(self, name: str) -> tuple[Tensor, Tensor] | None:
         """B and A of a parameter; None where it has no adapter."""
         module = name.removesuffix(_WEIGHT)
-        left = self.trainable.get(module + LEFT)
-        return None if left is None else (left, self.trainable[module + RIGHT])
+        matrix = self.trainable.get(module + LEFT)
+        return None if matrix is None else (matrix, self.trainable[module + RIGHT])
 
     @torch.no_grad()
     def merged(self, name: str, frozen: Tensor, rows: slice) -> Tensor:

@@ -103,8 +103,8 @@ def gradients(config: RunConfig, arch: Architecture, note: str) -> Need:
 
 def exported(config: RunConfig, sync: StoredBytes, made_from: Need) -> tuple[Need, ...]:
     """The policy in the engine's formats, and beside an engine that is awake what it is made from."""
-    sent = Need("weights to send", sync.total, "the whole policy in the engine's formats")
-    return (sent,) if engine_entry(config).sleeps(config) else (sent, made_from)
+    shipment = Need("weights to send", sync.total, "the whole policy in the engine's formats")
+    return (shipment,) if engine_entry(config).sleeps(config) else (shipment, made_from)
 
 
 def exported_in_one_piece(config: RunConfig, _: Architecture, __: Parallel, sync: StoredBytes) -> tuple[Need, ...]:

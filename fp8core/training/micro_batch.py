@@ -58,13 +58,13 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         own = self._unlike_shipped()
         return RankWeights({name: shipped[name] for name in shipped.keys()} if own is None else own, self._ranks)  # noqa: SIM118
 
-    def forget(self, kept: RankWeights) -> None:
-        kept.close()
+    def forget(self, policy: RankWeights) -> None:
+        policy.close()
 
     @torch.no_grad()
-    def logprobs_of(self, kept: RankWeights, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
+    def logprobs_of(self, policy: RankWeights, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         try:
-            return self._scored_under(self._shipped_weights(kept.whole()), batch, temperature, scales)
+            return self._scored_under(self._shipped_weights(policy.whole()), batch, temperature, scales)
         finally:
             self._drop_shipped()
 

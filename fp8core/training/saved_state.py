@@ -69,10 +69,10 @@ def check_shapes(path: Path, stored: Mapping[str, Tensor], expected: Mapping[str
     _compare(path, *({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (stored, expected)))
 
 
-def header_of(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
+def header_of(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
     """The tensors of a file, which must have these names and shapes. Raises StoredFileError."""
     header = tensor_header(path)
-    _compare(path, {name: tensor.spec.shape for name, tensor in header.items()}, wanted)
+    _compare(path, {name: tensor.spec.shape for name, tensor in header.items()}, expected)
     return header
 
 

@@ -187,7 +187,7 @@ class HostPipe:
         self._unsent.put(_LAST)
         with suppress(OSError):
             # Bytes, not messages: one of them may be read in part.
-            while (left := deadline - time.monotonic()) > 0 and wait([self._pipe], left):
+            while (seconds := deadline - time.monotonic()) > 0 and wait([self._pipe], seconds):
                 if not os.read(self._pipe.fileno(), _DROPPED_BYTES):
                     break
 
@@ -210,17 +210,17 @@ def _send_all(pipe: Connection, messages: SimpleQueue[memoryview]) -> None:
             pipe.send_bytes(message)
 
 
-def _request(asked: Request) -> dict[str, Any]:
+def _request(request: Request) -> dict[str, Any]:
     # 63 bits of it: SGLang holds seeds as signed integers, and hashes them without a sign.
-    seed = asked.seed & SEED_BITS
-    target = asked.target
-    own = {"seed": seed, "temperature": asked.temperature} | ({} if target is None else {"target": target})
+    seed = request.seed & SEED_BITS
+    target = request.target
+    own = {"seed": seed, "temperature": request.temperature} | ({} if target is None else {"target": target})
     sampling = {
-        "temperature": asked.temperature,
-        "max_new_tokens": asked.room,
-        "stop_token_ids": sorted(asked.stop_ids),
+        "temperature": request.temperature,
+        "max_new_tokens": request.room,
+        "stop_token_ids": sorted(request.stop_ids),
         "no_stop_trim": True,
         "sampling_seed": seed,
         "custom_params": own,
     }
-    return {"tokens": list(asked.tokens), "sampling": sampling, "target": None if target is None else [target]}
+    return {"tokens": list(request.tokens), "sampling": sampling, "target": None if target is None else [target]}

@@ -166,11 +166,11 @@ class Host:
 
     async def _abort(self, running: Running) -> None:
         self._aborting = True
-        left = set(running)
-        while left:
+        pending = set(running)
+        while pending:
             # Again and again: it ends what has reached SGLang's scheduler, and some may be on their way.
             self._engine.tokenizer_manager.abort_request(abort_all=True)
-            _, left = await asyncio.wait(left, timeout=_POLL_SECONDS)
+            _, pending = await asyncio.wait(pending, timeout=_POLL_SECONDS)
         self._aborting = False
 
     async def _one(self, request: dict[str, Any]) -> dict[str, Any]:

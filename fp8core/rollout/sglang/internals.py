@@ -92,18 +92,18 @@ class SglangPolicy(WorkerPolicy):
 
     def _write_scales(self, scales: Sequence[Sequence[float]]) -> None:
         for layer, values in zip(attention_layers(self._model), scales, strict=True):
-            held: Tensor = getattr(layer, _SCALES)
-            held.copy_(torch.tensor(values, dtype=torch.float32))
-            getattr(layer, _OF_SCORES).copy_(held[0:1] * held[1:2])
-            getattr(layer, _OF_VALUES).copy_(held[2:3])
+            buffer: Tensor = getattr(layer, _SCALES)
+            buffer.copy_(torch.tensor(values, dtype=torch.float32))
+            getattr(layer, _OF_SCORES).copy_(buffer[0:1] * buffer[1:2])
+            getattr(layer, _OF_VALUES).copy_(buffer[2:3])
 
     def _read_scales(self) -> list[list[float]]:
         layer_scales = []
         for layer in attention_layers(self._model):
-            held: Tensor = getattr(layer, _SCALES)
-            follows = torch.cat([held[0:1] * held[1:2], held[2:3]])
+            buffer: Tensor = getattr(layer, _SCALES)
+            follows = torch.cat([buffer[0:1] * buffer[1:2], buffer[2:3]])
             kernel = torch.cat([getattr(layer, _OF_SCORES), getattr(layer, _OF_VALUES)])
-            layer_scales.append(torch.where((kernel == follows).all(), held, torch.nan))
+            layer_scales.append(torch.where((kernel == follows).all(), buffer, torch.nan))
         rows: list[list[float]] = torch.stack(layer_scales).tolist()
         return rows
 

@@ -61,9 +61,9 @@ class Fp32Head(UnquantizedEmbeddingMethod):
 
 
 class PolicyQuantisation(QuantizationConfig):
-    def __init__(self, kept: frozenset[str], groups: Grouping, head: str) -> None:
+    def __init__(self, unquantised: frozenset[str], groups: Grouping, head: str) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept = unquantised
         self._groups = groups
         self._head = head
 

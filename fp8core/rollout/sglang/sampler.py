@@ -41,8 +41,8 @@ class SeededSampler(Sampler):
         positions: Tensor,
     ) -> Tensor:
         """Greedy tokens and log-probs of given ones are left to SGLang's: no seed decides those."""
-        given = any(ids is not None for ids in token_ids_logprobs)
-        if sampling_info.custom_params is None or sampling_info.is_all_greedy or given:
+        has_targets = any(ids is not None for ids in token_ids_logprobs)
+        if sampling_info.custom_params is None or sampling_info.is_all_greedy or has_targets:
             tokens: Tensor = super().forward(
                 logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
             )

@@ -48,8 +48,8 @@ def required_environment() -> dict[str, str]:
 
 def suggested_environment() -> dict[str, str]:
     """SGLang looks for compiled kernels in its own folder."""
-    kept = str(Path.home() / ".cache" / "deep_gemm")
-    return {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", "SGLANG_DG_CACHE_DIR": kept, "DG_JIT_CACHE_DIR": kept}
+    cache = str(Path.home() / ".cache" / "deep_gemm")
+    return {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", "SGLANG_DG_CACHE_DIR": cache, "DG_JIT_CACHE_DIR": cache}
 
 
 SPARE = 1
@@ -116,13 +116,13 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: Sglan
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[], pad_id=None, dtype="bfloat16")
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     linears = (name for name in parameter_shapes(arch) if is_linear(name))
-    kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
-    section = block_fp8_section(["lm_head", *kept])
+    unquantised = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
+    section = block_fp8_section(["lm_head", *unquantised])
     about = {"quant_method": REGISTERED, "scale_rule": contract.scale_rule, "head": contract.rollout.head}
     # SGLang refuses a context beyond the model's positions.
     positions = {"max_position_embeddings": arch.max_positions + BEYOND}
-    made = {**config, **positions, "quantization_config": {**section, **about}}
-    return aligned_config(made, arch, contract.recipe) if options.model == "aligned" else made
+    settings = {**config, **positions, "quantization_config": {**section, **about}}
+    return aligned_config(settings, arch, contract.recipe) if options.model == "aligned" else settings
 
 
 def described_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:

@@ -80,8 +80,8 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
             return StepQueries(Queries(step.block_table_tensor, starts, step.seq_lens), [])
         starts = step.query_start_loc_cpu.tolist()
         # The host has the lengths, but with vLLM's first runner; a read from the device waits for the step before.
-        known = step.seq_lens_cpu_upper_bound
-        lengths = (step.seq_lens if known is None else known).tolist()
+        host_lengths = step.seq_lens_cpu_upper_bound
+        lengths = (step.seq_lens if host_lengths is None else host_lengths).tolist()
         spans = [
             Span(start, end - start if end - start > 1 else 0, keys)
             for start, end, keys in zip(starts, starts[1:], lengths, strict=False)

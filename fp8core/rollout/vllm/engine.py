@@ -206,10 +206,10 @@ def _output(output: Any) -> Output:
     logprobs = done.logprobs
     assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
     values = list(logprobs.logprobs)
-    named = list(logprobs.token_ids)
+    ids = list(logprobs.token_ids)
     # The sampled token comes first, then a target that was asked for.
-    target = (named[1], values[1]) if len(named) > len(tokens) else None
-    assert target is not None or named == tokens, "the log-probs are not those of the tokens"
+    target = (ids[1], values[1]) if len(ids) > len(tokens) else None
+    assert target is not None or ids == tokens, "the log-probs are not those of the tokens"
     return Output(tokens, values[: len(tokens)], done.finish_reason, target, done.routed_experts)
 
 

@@ -139,8 +139,8 @@ class VllmPolicy(WorkerPolicy):
         layers = self._attention_layers()
         values = torch.stack([getattr(layer, f"_{name}_scale") for layer in layers for name in "qkv"]).tolist()
         copies = [_host_copies(layer, name) for layer in layers for name in "qkv"]
-        held = [value if {value} == each else torch.nan for value, each in zip(values, copies, strict=True)]
-        return [held[i : i + 3] for i in range(0, len(held), 3)]
+        agreed_values = [value if {value} == each else torch.nan for value, each in zip(values, copies, strict=True)]
+        return [agreed_values[i : i + 3] for i in range(0, len(agreed_values), 3)]
 
     def _caches(self) -> Iterable[Tensor]:
         caches: list[Tensor] = self._worker.model_runner.kv_caches

@@ -81,8 +81,8 @@ def suggested_environment(threads: int, build: EngineBuild) -> dict[str, str]:
         # Kernels are compiled before a run (`run.compilation`): vLLM's own warm-up, one after the other, takes minutes.
         # Both sides find them where vLLM keeps its own anyway. nvcc compiles them: with NVRTC (DG_JIT_USE_NVRTC)
         # DeepGEMM 2.5.0 does not compile against CUDA 13.
-        kept = Path.home() / ".cache" / "vllm" / "deep_gemm"
-        suggested |= {"VLLM_DEEP_GEMM_WARMUP": "skip", "DG_JIT_CACHE_DIR": str(kept)}
+        cache = Path.home() / ".cache" / "vllm" / "deep_gemm"
+        suggested |= {"VLLM_DEEP_GEMM_WARMUP": "skip", "DG_JIT_CACHE_DIR": str(cache)}
     else:
         suggested |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     return suggested

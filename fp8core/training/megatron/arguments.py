@@ -89,13 +89,13 @@ def _experts(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def check_scale_rule(wanted: ScaleRule) -> None:
+def check_scale_rule(expected: ScaleRule) -> None:
     """Raises UserError when Transformer Engine was imported under another rule, which it reads from its environment."""
     from transformer_engine.common.recipe import Float8BlockScaling
 
     rule: ScaleRule = "pow2" if Float8BlockScaling().fp8_quant_fwd_weight.power_2_scale else "fp32"
-    if rule != wanted:
+    if rule != expected:
         raise UserError(
-            f"precision.scale_rule={wanted}: Transformer Engine was imported under the rule {rule} and keeps it; "
+            f"precision.scale_rule={expected}: Transformer Engine was imported under the rule {rule} and keeps it; "
             "start a new process"
         )

@@ -217,7 +217,7 @@ def _uncut(shares: list[Tensor], parameter: Parameter) -> Tensor:
         case "columns":
             return torch.cat(shares, dim=1)
         case "rows_of_each":
-            halves = zip(*(held.chunk(2) for held in shares), strict=True)
+            halves = zip(*(share.chunk(2) for share in shares), strict=True)
             return torch.cat([part for half in halves for part in half])
 
 
@@ -225,12 +225,12 @@ Spec = tuple[torch.dtype, tuple[int, ...]]
 
 
 def gathered(
-    rank: ParallelRank, held: Mapping[str, Tensor], device: torch.device
+    rank: ParallelRank, tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[ParallelRank, dict[str, Tensor]]:
     """The tensors of every rank, by Megatron's names; every process calls it at the same time.
 
     The first process has them on the CPU, the others have nothing. `device`: that processes exchange tensors on."""
-    own = (rank, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in held.items()})
+    own = (rank, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
     specs_by_rank: list[tuple[ParallelRank, dict[str, Spec]]] = [own] * get_world_size()
     all_gather_object(specs_by_rank, own)
     first, parts = get_rank() == 0, dict[ParallelRank, dict[str, Tensor]]()
@@ -238,7 +238,7 @@ def gathered(
         of, specs = specs_by_rank[process]
         dtype, shape = specs[name]
         here = process == get_rank()
-        tensor = held[name].detach().contiguous() if here else torch.empty(shape, dtype=dtype, device=device)
+        tensor = tensors[name].detach().contiguous() if here else torch.empty(shape, dtype=dtype, device=device)
         broadcast(tensor, src=process)
         if first:
             parts.setdefault(of, {})[name] = tensor.cpu()

@@ -190,8 +190,8 @@ def _activations(config: RunConfig, arch: Architecture, tensor: int) -> int:
     inside = (5 * hidden + 2 * heads + 3 * width) // tensor
     inputs = hidden // (tensor if spread.sequence_parallel else 1)
     layers = arch.num_layers
-    kept = layers * inputs + 2 * inside if spread.recompute == "full" else layers * (inputs + inside)
-    return spread.micro_batch_tokens * BF16_BYTES * kept
+    activations = layers * inputs + 2 * inside if spread.recompute == "full" else layers * (inputs + inside)
+    return spread.micro_batch_tokens * BF16_BYTES * activations
 
 
 MEMORY = TrainerMemory(

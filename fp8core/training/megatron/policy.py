@@ -82,9 +82,9 @@ class MegatronPolicy:
         inner = "fp8_block" if config.fp8 else "bf16"
         ends = (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16)
         first, last = ends if config.first_last_layers_bf16 else (0, 0)
-        kept = {*range(first), *range(config.num_layers - last, config.num_layers)}
+        bf16_layers = {*range(first), *range(config.num_layers - last, config.num_layers)}
         return {
-            "linear": ["bf16" if layer in kept else inner for layer in range(config.num_layers)],
+            "linear": ["bf16" if layer in bf16_layers else inner for layer in range(config.num_layers)],
             "attention": "bf16",
             "head": self._head.form,
             "layers": config.transformer_impl,

@@ -91,34 +91,34 @@ class PackedLayer(nn.Module):
         self._values = {}
 
     def forward(
-        self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "LayerActivations | None" = None
+        self, x: Tensor, added: Tensor | None, shared: LayerContext, activations: "LayerActivations | None" = None
     ) -> tuple[Tensor, Tensor]:
-        """The stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden]. `kept` keeps
-        only the minimum."""
+        """The stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden].
+        `activations` keeps only the minimum."""
         blocks = self._blocks
         weights = self._weights
         assert weights, "the weights were not made ready"
         total, operand = blocks.normed(x, added, self._norm("input_norm"))
         attended = self._attended(self._rotated(self._biased(blocks.product(operand, weights["qkv"])), shared), shared)
-        if kept is not None:
-            kept.total = total
-            kept.attended = attended
+        if activations is not None:
+            activations.total = total
+            activations.attended = attended
         added = blocks.product(blocks.operand(attended.out), weights["output"])
         total, operand = blocks.normed(total, added, self._norm("post_norm"))
         inner = blocks.product(operand, weights["gate_up"])
         return total, blocks.product(blocks.activated(inner), weights["down"])
 
     def kept_forward(
-        self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "LayerActivations"
+        self, x: Tensor, added: Tensor | None, shared: LayerContext, activations: "LayerActivations"
     ) -> tuple[Tensor, Tensor]:
         blocks = self._blocks
         weights = self._weights
         assert weights, "the weights were not made ready"
-        kept.first = first = self._first_half(x, added, shared)
-        kept.total = first.total
-        kept.attended = self._attended(first.rotated, shared)
-        operand, kept.output = blocks.kept_operand(kept.attended.out)
-        kept.second, total, operand = self._second_half(first.total, blocks.product(operand, weights["output"]))
+        activations.first = first = self._first_half(x, added, shared)
+        activations.total = first.total
+        activations.attended = self._attended(first.rotated, shared)
+        operand, activations.output = blocks.kept_operand(activations.attended.out)
+        activations.second, total, operand = self._second_half(first.total, blocks.product(operand, weights["output"]))
         return total, blocks.product(operand, weights["down"])
 
     def backward(
@@ -127,26 +127,27 @@ class PackedLayer(nn.Module):
         grad_added: Tensor,
         total: Tensor,
         shared: LayerContext,
-        kept: "LayerActivations",
+        activations: "LayerActivations",
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Gradients of the stream that entered, and of the vectors by name; those of linears are collected here.
 
-        `total`: the first result of the pass. `kept`: what it kept, which is given up; the rest is computed again."""
+        `total`: the first result of the pass. `activations`: what it kept, which is given up; the
+        rest is computed again."""
         blocks = self._blocks
         vectors = dict[str, Tensor]()
-        second = self._second_half(total, None)[0] if kept.second is None else kept.second
-        kept.second = None
+        second = self._second_half(total, None)[0] if activations.second is None else activations.second
+        activations.second = None
         grad = self._collect("down", blocks.gradients, grad_added, second.kept_inner)
         grad = self._collect("gate_up", blocks.inner_gradients, grad, second.inner, second.kept)
         post_norm = self._values["post_norm"]
         grad_total, vectors["post_norm"] = add_norm_backward(grad, grad_total, total, post_norm, second.inverse)
         del second
 
-        output = blocks.kept_operand(kept.attended.out)[1] if kept.output is None else kept.output
+        output = blocks.kept_operand(activations.attended.out)[1] if activations.output is None else activations.output
         grad = self._collect("output", blocks.gradients, grad_total, output)
-        first = self._first_half(kept.total, None, shared) if kept.first is None else kept.first
+        first = self._first_half(activations.total, None, shared) if activations.first is None else activations.first
         attention = self._layout, shared.pack, shared.attention, shared.scales_of(self.index)
-        grad = packed_attention_backward(grad, first.rotated, kept.attended.for_backward, *attention)
+        grad = packed_attention_backward(grad, first.rotated, activations.attended.for_backward, *attention)
         grad, *of_norms = norm_rotate_backward(grad, first.qkv, *self._rotation(shared))
         vectors |= {name: each for name, each in zip(_HEAD_NORMS, of_norms, strict=True) if each is not None}
         if "qkv_bias" in self._values:
@@ -155,7 +156,7 @@ class PackedLayer(nn.Module):
             vectors["qkv_bias"] = of_bias if filling is None else filling.cut(of_bias)
         grad = self._collect("qkv", blocks.gradients, grad, first.kept)
         input_norm = self._values["input_norm"]
-        grad, vectors["input_norm"] = add_norm_backward(grad, grad_total, kept.total, input_norm, first.inverse)
+        grad, vectors["input_norm"] = add_norm_backward(grad, grad_total, activations.total, input_norm, first.inverse)
         return grad, vectors
 
     def _collect(self, name: str, gradients: Callable[..., tuple[Tensor, Tensor]], *given: Any) -> Tensor:

@@ -132,10 +132,12 @@ def _scoring(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple
 def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """The weights of a pass, which every GPU has whole, and what it makes of them."""
     recomputed = config.training.activation_checkpointing
-    stored = stored_bytes(parameter_shapes(arch), training_formats(config.precision, arch.num_layers).stored_names())
+    weight_bytes = stored_bytes(
+        parameter_shapes(arch), training_formats(config.precision, arch.num_layers).stored_names()
+    )
     return (
-        Need("weights", stored.total, "as they are multiplied"),
-        Need("quantised copies", stored.codes, "transposed FP8 codes for dgrad"),
+        Need("weights", weight_bytes.total, "as they are multiplied"),
+        Need("quantised copies", weight_bytes.codes, "transposed FP8 codes for dgrad"),
         _gradients(config, arch, parallel),
         Need("activations", _activations(config, arch), "layers recomputed" if recomputed else "all kept"),
         Need("workspace", _WORKSPACE, "estimate"),

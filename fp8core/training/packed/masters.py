@@ -137,7 +137,7 @@ class SharedRows:
         sizes = [[part[rank] for parts in pieces for part in parts] for rank in range(self._ranks.count)]
         flat = torch.cat([bytes_in_order(tensor) for tensor, _, _ in made])
         received = self._ranks.gathered(flat, [sum(each) for each in sizes])
-        split = [iter(held.split(each)) for held, each in zip(received, sizes, strict=True)]
+        split = [iter(flat_part.split(each)) for flat_part, each in zip(received, sizes, strict=True)]
         wholes = list[Tensor]()
         for (tensor, _, _), parts in zip(made, pieces, strict=True):
             whole = torch.cat([next(each) for _ in parts for each in split])
@@ -154,8 +154,8 @@ class SharedRows:
             stack = self._stacks[name]
             for (_, rows), part in zip(stack.parts, gradient.split([rows for _, rows in stack.parts]), strict=True):
                 for rank, rows_of_rank in enumerate(parts):
-                    wanted = own_rows(rows, rank, count)
-                    rows_of_rank.append(part[wanted.start : wanted.stop].reshape(-1))
+                    own = own_rows(rows, rank, count)
+                    rows_of_rank.append(part[own.start : own.stop].reshape(-1))
         names, received = list(gradients), self._ranks.exchange([torch.cat(rows_of_rank) for rows_of_rank in parts])
 
         def summed() -> dict[str, Tensor]:
