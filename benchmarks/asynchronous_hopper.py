@@ -118,7 +118,7 @@ def _row(mode: str, options: argparse.Namespace, folder: Path, seed: int, settin
         "tokens_differing": int(sum(measured("alignment/tokens_differing"))),
         "staleness_mean": fmean(measured("rollout/staleness_mean") or [0.0]),
         "staleness_max": max(measured("rollout/staleness_max") or [0.0]),
-        "heldout": measured(HELDOUT),
+        "heldout": measured(HELDOUT.name),
         **provenance(),
         "command": shown,
     }

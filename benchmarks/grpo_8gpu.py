@@ -36,8 +36,9 @@ from benchmarks.small_hopper import Training, plan, step_ledger_row, timed_steps
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import PUBLISHED
 from fp8core.report.run_data import RunData, read_run
+from fp8core.rl.alignment_metrics import COMPARED, TMPE, TOKENS_DIFFERING
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.metrics import COMPARED, TMPE, TOKENS_DIFFERING, series
+from fp8core.store.metrics import series
 
 RESULT = "grpo_8gpu"
 PREDICTION = Path(__file__).with_name(f"{RESULT}_prediction.json")
@@ -225,9 +226,9 @@ def step_row(training: Training, arch: Architecture, case: tuple[str, str], opti
         "tokens_per_s_per_gpu": per_gpu / seconds["wall"],
         "seconds": seconds,
         "sizes": sizes,
-        "error_max": max(series(run.history, TMPE)[1]),
-        "tokens_verified": int(sum(series(run.history, COMPARED)[1])),
-        "tokens_differing": int(sum(series(run.history, TOKENS_DIFFERING)[1])),
+        "error_max": max(series(run.history, TMPE.name)[1]),
+        "tokens_verified": int(sum(series(run.history, COMPARED.name)[1])),
+        "tokens_differing": int(sum(series(run.history, TOKENS_DIFFERING.name)[1])),
         "settings": settings,
         **{key: measured[key] for key in ("commit", "dirty", "versions") if key in measured},
         "hardware": measured["hardware"] | gpu_here(),

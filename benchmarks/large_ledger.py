@@ -41,10 +41,11 @@ from fp8core.models.safetensors_files import INDEX
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import layer_of
 from fp8core.report.run_data import RunData, read_run
+from fp8core.rl.alignment_metrics import TMPE
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, LedgerView
-from fp8core.store.metrics import TMPE, series
+from fp8core.store.metrics import series
 
 VARIANTS = ("bf16", "fp8_end_to_end_kv")
 SOURCES = ("pass", "training", "rollout")
@@ -174,7 +175,7 @@ def ledger_row(training: Training, arch: Architecture) -> Row | None:
         "prompt_tokens": _prompt_tokens(run),
         "generated_tokens": int(last["rollout/tokens"]),
         "seconds_before": _seconds_before(run),
-        "tmpe": list(series(run.history, TMPE)[1]),
+        "tmpe": list(series(run.history, TMPE.name)[1]),
     }
 
 

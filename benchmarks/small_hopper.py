@@ -31,15 +31,17 @@ from benchmarks.harness import Row, provenance, run_until, training_command, wri
 from benchmarks.tables import WALL, loop_tables
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
+from fp8core.metrics.reward import REWARD
 from fp8core.parity import VARIANTS, variant_settings
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import RunData, read_run
 from fp8core.report.summary import union_seconds
-from fp8core.report.training_charts import ALIGNMENT, LEARNING, curve_chart
+from fp8core.report.training_charts import curve_chart, section_metrics
+from fp8core.rl.alignment_metrics import K3, TMPE, TOKENS_DIFFERING
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, CheckpointEntry, SegmentEntry, StepEntry
-from fp8core.store.metrics import HELDOUT, K3, REWARD, TMPE, series
+from fp8core.store.metrics import HELDOUT, series
 from fp8core.store.run_view import Commit, RunView
 
 NAMES = {
@@ -240,7 +242,7 @@ def _variant(name: str) -> str:
     return name
 
 
-P99, DIFFERING, TURNS = "alignment/abs_diff_p99", "alignment/tokens_differing", "environment/turns"
+P99, TURNS = "alignment/abs_diff_p99", "environment/turns"
 ARTIFACTS, ORCHESTRATION = "artifacts", "orchestration"
 # Its work is the step's metrics and records.
 _RECORD = "record"
@@ -257,9 +259,9 @@ class TimedStep:
 
 def alignment_row(run: RunData, variant: str, command: str) -> Row:
     """Mismatch over the steps, held-out accuracy and reward at both ends, and where the seconds went."""
-    errors, k3, p99 = (series(run.history, metric)[1] for metric in (TMPE, K3, P99))
-    heldout, rewards = series(run.history, HELDOUT)[1], series(run.history, REWARD)[1]
-    differing, turns = (series(run.history, metric)[1] for metric in (DIFFERING, TURNS))
+    errors, k3, p99 = (series(run.history, metric)[1] for metric in (TMPE.name, K3.name, P99))
+    heldout, rewards = series(run.history, HELDOUT.name)[1], series(run.history, REWARD.name)[1]
+    differing, turns = (series(run.history, metric)[1] for metric in (TOKENS_DIFFERING.name, TURNS))
     return {
         "kind": "alignment",
         "variant": variant,
@@ -362,7 +364,8 @@ def run_provenance(view: RunView) -> Row:
 def draw_variants(runs: Mapping[str, RunData], path: Path, title: str) -> None:
     """Learning and alignment of the variants, overlaid."""
     lines = [(variant, run.history) for variant, run in runs.items()]
-    draw_png([curve_chart(curve, lines) for curve in (*LEARNING[:4], *ALIGNMENT[:2])], path, title)
+    metrics = [*section_metrics("learning")[:4], *section_metrics("alignment")[:2]]
+    draw_png([curve_chart(metric, lines) for metric in metrics], path, title)
 
 
 def _processes(view: RunView) -> list[tuple[float, list[StepEntry | CheckpointEntry]]]:

@@ -3,7 +3,7 @@
     python docs/generate_reference.py
 
 config.md comes from the models of the configuration, cli.md from the parser. The tables of manifest.md and the schemas
-come from the models of a run's files.
+come from the models of a run's files, the lists of metrics from their declarations.
 A test fails where one of them is out of date.
 
 A change of what a manifest holds needs a new schema version first. The schema file of a version that runs were made
@@ -14,6 +14,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -21,7 +22,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter
 
 from flows.cli.commands import build_parser
+from flows.tracking.metric_names import CORE
 from fp8core.config.run import RunConfig
+from fp8core.metric import Metric
+from fp8core.metrics.registry import GROUPS
 from fp8core.rl.presets import PRESETS
 from fp8core.store.ledger import Entry
 from fp8core.store.manifest import StepManifest, StepObservations, StepRecord
@@ -30,7 +34,7 @@ from fp8core.store.run_directory import RunDescription
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 REFERENCE, SCHEMAS = DOCS / "reference", DOCS / "schemas"
-MANIFEST, NUMERICS = REFERENCE / "manifest.md", REFERENCE / "numerics.md"
+MANIFEST, NUMERICS, METRICS = (REFERENCE / f"{name}.md" for name in ("manifest", "numerics", "metrics"))
 # Commands that have an option in the same words, for which it is described once.
 COMMON = 3
 Schema = Mapping[str, Any]
@@ -72,12 +76,14 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """The pages, and their text."""
+    metrics = {name: metric_lines(group) for name, group in GROUPS.items()}
     return {
         REFERENCE / "config.md": _CONFIG
         + _BLOCK.format("settings", config_sections(RunConfig.model_json_schema(by_alias=True))),
         REFERENCE / "cli.md": _CLI + _BLOCK.format("commands", cli_sections(build_parser())),
         MANIFEST: rewritten(MANIFEST.read_text(), {name: fields(model) for name, model in _MANIFEST_MODELS.items()}),
-        NUMERICS: rewritten(NUMERICS.read_text(), {"presets": preset_names()}),
+        NUMERICS: rewritten(NUMERICS.read_text(), {"presets": preset_names(), "alignment": metrics.pop("alignment")}),
+        METRICS: rewritten(METRICS.read_text(), metrics),
     }
 
 
@@ -209,6 +215,24 @@ def preset_names() -> str:
         system, _, rule = name.rpartition("/")
         systems.setdefault(system or name, []).append(f"`{rule}`")
     return "\n".join(f"- `{system}`: {', '.join(rules)}" for system, rules in systems.items())
+
+
+def metric_lines(metrics: Sequence[Metric]) -> str:
+    """A line for each metric, or for several of one text: the name in MLflow, which values are good, the text."""
+    lines = []
+    for (text, about), group in groupby(metrics, lambda metric: (metric.text, ", ".join(_about(metric)))):
+        names = ", ".join(f"`{metric.name}`" for metric in group)
+        lines.append(f"- {names}{f' ({about})' if about else ''}: {text}")
+    return "\n".join(lines)
+
+
+def _about(metric: Metric) -> Iterator[str]:
+    if metric.headline:
+        yield f"`{CORE}{metric.headline}`"
+    if metric.better:
+        yield f"{metric.better} is better"
+    if metric.ideal is not None:
+        yield f"ideal {metric.ideal:g}"
 
 
 def fields(model: type[BaseModel]) -> str:

@@ -21,12 +21,14 @@ from fp8core.config.run import RunConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import CONFIDENCE, Estimate
+from fp8core.metric import Metric
 from fp8core.report.chart import MISSING, short
 from fp8core.report.run_data import RunData
+from fp8core.rl.alignment_metrics import ESS, K3, TMPE
 from fp8core.rollout.registry import engine_entry
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.ledger import START
-from fp8core.store.metrics import ESS, HELDOUT, K3, TMPE, series
+from fp8core.store.metrics import HELDOUT, series
 
 BASELINE = "bf16"
 Side = Literal["bf16", "fp8", "fp8+kv"]
@@ -110,8 +112,8 @@ class TrainingMeasurement:
 def measure(run: RunData, variant: str, seed: int, last: int) -> TrainingMeasurement:
     """The numbers of a training; `last` held-out accuracies count as its end."""
 
-    def values(metric: str) -> tuple[float, ...]:
-        return tuple(series(run.history, metric)[1])
+    def values(metric: Metric) -> tuple[float, ...]:
+        return tuple(series(run.history, metric.name)[1])
 
     accuracies = values(HELDOUT)
     return TrainingMeasurement(

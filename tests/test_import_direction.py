@@ -8,9 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Each imports only what stands before it.
 PARTS = (
-    *("errors", "progress", "user_files", "user_code", "durable", "freed_memory", "processes", "numerics", "config"),
-    *("rl", "models", "resources", "kernels", "rewards", "environments", "store", "rollout", "training"),
-    *("alignment", "cluster", "data", "evaluation", "plan", "report", "parity", "run"),
+    *("errors", "metric", "progress", "user_files", "user_code", "durable", "freed_memory", "processes", "numerics"),
+    *("config", "rl", "models", "resources", "kernels", "rewards", "environments", "store", "rollout", "training"),
+    *("metrics", "alignment", "cluster", "data", "evaluation", "plan", "report", "parity", "run"),
 )
 
 

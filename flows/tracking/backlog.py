@@ -8,12 +8,14 @@ from pathlib import Path
 
 import yaml
 
-from flows.tracking.metric_names import OVERHEAD, SECONDS, model_metrics, shown_metrics, shown_name
+from flows.tracking.metric_names import model_metrics, shown_metrics
 from flows.tracking.record import change_record, mark_dead
 from flows.tracking.tracker import HEAD, RUN_DIRECTORY, TRAINING, Checkpoint, Table, Tracker
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.layers import leaves
 from fp8core.config.run import RunConfig, public_dump
+from fp8core.metrics.rollout import TOKENS
+from fp8core.metrics.time import OVERHEAD, SECONDS, TOKENS_PER_SECOND
 from fp8core.report.completions import Row, largest_difference, pick_completions
 from fp8core.report.console import shows_sample
 from fp8core.report.pages import report_html
@@ -25,7 +27,6 @@ from fp8core.run.execute import committed_step, step_metrics, stored_manifest
 from fp8core.store.layout import POLICY, SUMMARY, manifest_place
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 from fp8core.store.manifest import Head
-from fp8core.store.metrics import TOKENS, TOKENS_PER_SECOND
 from fp8core.store.run_view import RunView
 from fp8core.store.tables import key_of
 
@@ -142,21 +143,21 @@ def step_speed(run: RunContext, index: int) -> dict[str, float]:
     if index == START or run.directory.ledger.was_cut(index):
         return {}
     ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]
-    committed, tokens = committed_step(run, index).committed_ms / 1000, step_metrics(run, index).get(TOKENS)
+    committed, tokens = committed_step(run, index).committed_ms / 1000, step_metrics(run, index).get(TOKENS.name)
     began, ended = min(start for start, _ in ran), max(committed, *(end for _, end in ran))
     seconds = ended - began
-    rate = {TOKENS_PER_SECOND: tokens / seconds} if tokens is not None and seconds > 0 else {}
-    return {SECONDS: seconds, OVERHEAD: overhead_ms((began, ended), ran), **rate}
+    rate = {TOKENS_PER_SECOND.name: tokens / seconds} if tokens is not None and seconds > 0 else {}
+    return {SECONDS.name: seconds, OVERHEAD.name: overhead_ms((began, ended), ran), **rate}
 
 
 def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     manifest, entry = stored_manifest(run, index), committed_step(run, index)
     seconds, answers = manifest.observed.timings, manifest.observed.environment
     total = sum(seconds.values())
-    shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
-    shares |= {f"time/environment_{name}": answers[name] for name in ("p50", "p95", "max") if name in answers}
-    shown = shown_metrics({**step_metrics(run, index), **shares}) | step_speed(run, index)
-    shown |= {shown_name(f"time/{task}_seconds"): value for task, value in seconds.items()}
+    times = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
+    times |= {f"time/environment_{name}": answers[name] for name in ("p50", "p95", "max") if name in answers}
+    times |= {f"time/{task}_seconds": value for task, value in seconds.items()}
+    shown = shown_metrics({**step_metrics(run, index), **times, **step_speed(run, index)})
     tracker.log_step(index, shown, entry.committed_ms, {HEAD: str(Head.of(manifest))})
     tracker.log_artifact(manifest_place(index), manifest.model_dump_json(indent=2) + "\n")
     if shows_sample(index, run.config.steps) and (samples := sample_table(run, index)) is not None:

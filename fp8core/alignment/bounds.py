@@ -18,9 +18,12 @@ from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig
 from fp8core.config.shipped import ENGINES
 from fp8core.errors import UserError
+from fp8core.metrics.scales import PROBE_DIFFERING, PROBE_ERROR
+from fp8core.rl.alignment_metrics import ESS, K3, TMPE, TOKENS_DIFFERING
 from fp8core.rl.presets import correction_rule
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
+from fp8core.training.trainer import MASK_DIFFERING, RATIO_BIAS, RATIO_CLIPPED, RATIO_DEVIATION, REWARD_SLOPE
 
 Contract = Literal["exact", "aligned", "matched", "mismatched", "accepted"]
 Action = Literal["none", "warn", "pause", "fail"]
@@ -28,21 +31,21 @@ Action = Literal["none", "warn", "pause", "fail"]
 EQUAL: frozenset[Contract] = frozenset({"exact", "aligned"})
 
 BOUNDED = {
-    "error": "alignment/token_mult_prob_error",
-    "tokens_differing": "alignment/tokens_differing",
-    "k3": "alignment/k3_kl",
-    "effective_sample_size": "alignment/ess",
-    "ratio_bias": "train/first_ratio_bias",
-    "ratio_deviation": "train/first_ratio_deviation",
-    "ratio_clipped": "train/first_clip_fraction",
-    "reward_slope": "train/first_reward_slope",
-    "mask_differing": "train/mask_differing",
-    "probe_differing": "sync/probe_differing",
-    "probe_error": "sync/probe_error",
+    "error": TMPE,
+    "tokens_differing": TOKENS_DIFFERING,
+    "k3": K3,
+    "effective_sample_size": ESS,
+    "ratio_bias": RATIO_BIAS,
+    "ratio_deviation": RATIO_DEVIATION,
+    "ratio_clipped": RATIO_CLIPPED,
+    "reward_slope": REWARD_SLOPE,
+    "mask_differing": MASK_DIFFERING,
+    "probe_differing": PROBE_DIFFERING,
+    "probe_error": PROBE_ERROR,
 }
 """Setting below `alignment.stop` -> the metric that it bounds."""
 
-_LOWER = frozenset({"effective_sample_size", "reward_slope"})
+_LOWER = frozenset(name for name, metric in BOUNDED.items() if metric.better == "higher")
 # As the console and the report name them; the bias has a sign, and its size is bounded.
 _SHOWN = {"error": "tmpe", "ratio_bias": "|ratio_bias|"}
 _EQUAL = {"error": 1.0, "tokens_differing": 0.0, "probe_differing": 0.0, "probe_error": 1.0}
@@ -201,7 +204,7 @@ def crossed(bounds: StopBounds, history: Sequence[Mapping[str, float]]) -> Cross
     Raises UserError: no step measures what is bounded.
     """
     for name, limit in bounds.limits.items():
-        metric, bound = BOUNDED[name], f"alignment.stop.{name}"
+        metric, bound = BOUNDED[name].name, f"alignment.stop.{name}"
         if metric not in history[-1]:
             raise UserError(
                 f"{bound}: no step of the pipeline measures {metric}; add tasks.record:record, or set {bound} to none"

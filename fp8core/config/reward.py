@@ -8,7 +8,6 @@ from fp8core.config.section import Section, UserSource, choice_of
 from fp8core.config.shipped import SHIPPED_VERIFIERS
 
 Verifier = Annotated[UserSource, choice_of(SHIPPED_VERIFIERS, "function")]
-_REWARD_METRICS = ("mean", "std", "score_std", "groups_with_signal", "kept_share", "verdict")
 
 
 class FormatOptions(Section):
@@ -24,13 +23,6 @@ class OtherVerifierConfig(Section):
     verifier: Verifier = Field(description="As `reward.verifier`.")
     weight: float = Field(1.0, ge=-100, le=100, description="Times this its score is added to the reward.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Of `format`: tags; or of your function.")
-
-    @field_validator("name")
-    @classmethod
-    def _free(cls, name: str) -> str:
-        if name in _REWARD_METRICS or name.startswith(("heldout_", "outcome_")):
-            raise ValueError(f"reward/{name} is a metric already; choose another")
-        return name
 
     @model_validator(mode="after")
     def _verifier_is_one(self) -> "OtherVerifierConfig":

@@ -6,9 +6,11 @@ readers can tell apart, and for a dash and a marker.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from fp8core.metric import Form
 
 # Without yellow, which is too light for lines on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
@@ -81,6 +83,23 @@ def format_tmpe(value: float) -> str:
 def three_decimals(value: float) -> str:
     """A reward or an accuracy: three decimals, and fewer of a large one."""
     return f"{value:.3f}" if abs(value) < 100 else short(value)
+
+
+def whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+_FORMS: Mapping[Form, Callable[[float], str]] = {
+    "short": short,
+    "decimals": three_decimals,
+    "tenths": "{:.1f}".format,
+    "whole": whole,
+    "exact": format_tmpe,
+}
+
+
+def format_value(value: float, form: Form) -> str:
+    return _FORMS[form](value)
 
 
 def counted(number: int, noun: str) -> str:

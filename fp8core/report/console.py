@@ -10,9 +10,12 @@ import rich.console
 from rich.text import Text
 
 from fp8core.errors import printable
+from fp8core.metric import Metric
+from fp8core.metrics.registry import METRICS
+from fp8core.metrics.reward import SIGNAL
 from fp8core.progress import Part, clock
-from fp8core.report.chart import MISSING, format_tmpe
-from fp8core.store.metrics import HELDOUT, LENGTH, REWARD, SIGNAL, STEP, TMPE, TOKENS_DIFFERING
+from fp8core.report.chart import MISSING, format_value
+from fp8core.store.metrics import STEP
 
 SAMPLE_EVERY = 10
 _WIDTH, _HEADER_EVERY = 120, 20
@@ -20,7 +23,7 @@ _LEGEND = (
     "tmpe 1: both policies give equal probabilities; differ: tokens where they do not\n"
     "!: the scores of every group were equal"
 )
-_COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "left": 7}
+_SHOWN = {metric.column: metric for metric in METRICS if metric.column is not None}
 
 
 class Console:
@@ -31,7 +34,11 @@ class Console:
         self._console.width = min(_WIDTH, self._console.width)
         self._steps = steps
         self._seconds = list[float]()
-        self._widths = {"step": 2 * len(str(steps)) + 1, **_COLUMNS}
+        self._widths = {
+            "step": 2 * len(str(steps)) + 1,
+            **{column.title: column.width for column in _SHOWN},
+            **{"seconds": 7, "left": 7},
+        }
 
     def note(self, text: str) -> None:
         self._console.print(Text(printable(text)), soft_wrap=True)
@@ -56,17 +63,13 @@ class Console:
         step, newest = int(metrics[STEP]), self._seconds[-_HEADER_EVERY:]
         cells = {
             "step": f"{step}/{self._steps}",
-            "reward": _number(metrics, REWARD, ".3f"),
-            "held-out": _number(metrics, HELDOUT, ".3f"),
-            "length": _number(metrics, LENGTH, ".1f"),
-            "tmpe": format_tmpe(metrics[TMPE]) if TMPE in metrics else MISSING,
-            "differ": _number(metrics, TOKENS_DIFFERING, ".0f"),
+            **{column.title: _cell(metric, metrics) for column, metric in _SHOWN.items()},
             "seconds": f"{seconds:.2f}",
             "left": clock(sum(newest) / len(newest) * (self._steps - step)),
         }
         slowest = max(task_seconds, key=task_seconds.__getitem__, default=None)
         last = MISSING if slowest is None else f"{printable(slowest)} {task_seconds[slowest] / seconds:.0%}"
-        self._row(cells, f"! {last}" if metrics.get(SIGNAL) == 0 else last)
+        self._row(cells, f"! {last}" if metrics.get(SIGNAL.name) == 0 else last)
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         """The reward, the begin of a prompt, and the end of what the policy wrote, which has the answer, in a line."""
@@ -85,5 +88,5 @@ def shows_sample(step: int, steps: int) -> bool:
     return step in (1, steps) or step % SAMPLE_EVERY == 0
 
 
-def _number(metrics: Mapping[str, float], key: str, form: str) -> str:
-    return format(metrics[key], form) if key in metrics else MISSING
+def _cell(metric: Metric, metrics: Mapping[str, float]) -> str:
+    return format_value(metrics[metric.name], metric.form) if metric.name in metrics else MISSING

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from fp8core.config.run import RunConfig, resume_command, shown_place
 from fp8core.errors import printable
+from fp8core.metrics.reward import OUTCOME_SHARES, REWARD, SIGNAL, VERDICT_SCORE
+from fp8core.metrics.rollout import CUT_OFF
 from fp8core.report.chart import counted
 from fp8core.report.summary import EDGE_STEPS, Learning
-from fp8core.rewards.scorer import OUTCOMES
-from fp8core.store import metrics
 from fp8core.store.ledger import START
-from fp8core.store.metrics import History
+from fp8core.store.metrics import STEP, History
 from fp8core.store.run_view import RunView
 
-_RIGHT = f"{metrics.OUTCOME}right"
+_RIGHT = OUTCOME_SHARES["right"].name
 # Of all steps, those without a signal that decide; of completions, those that make a cause.
 _MANY, _MOST, _LEAST_SHOWN = 1 / 3, 0.5, 0.005
 # A fall leaves so little of the best level.
@@ -62,14 +62,14 @@ class Evidence:
 
     @cached_property
     def measured(self) -> History:
-        return [row for row in self.history if metrics.SIGNAL in row]
+        return [row for row in self.history if SIGNAL.name in row]
 
     @cached_property
     def silent(self) -> History:
         """The steps without a signal, where they are many and rewards are what the run was to learn from."""
         if not self._needs_rewards:
             return []
-        silent = [row for row in self.measured if row[metrics.SIGNAL] == 0]
+        silent = [row for row in self.measured if row[SIGNAL.name] == 0]
         many = _MOST if self.learning == "too short to tell" else _MANY
         return silent if len(silent) >= many * len(self.measured) else []
 
@@ -108,7 +108,7 @@ class Evidence:
     @cached_property
     def never_right(self) -> bool:
         rows = [row for row in self.history if _RIGHT in row]
-        scores = [max(row[_RIGHT], row.get("reward/verdict", row.get(metrics.REWARD, 0.0))) for row in rows]
+        scores = [max(row[_RIGHT], row.get(VERDICT_SCORE.name, row.get(REWARD.name, 0.0))) for row in rows]
         return bool(scores) and max(scores) <= 0
 
     def setting(self, key: str) -> str:
@@ -164,7 +164,7 @@ def find_fall(history: History, prompts: int) -> Fall | None:
     `prompts`: of a step. They are independent of one another, completions of one are not.
     """
     right = max((row[_RIGHT] for row in history if _RIGHT in row), default=0.0) >= _LEAST_RIGHT
-    metric, measure = (_RIGHT, "the share of right answers") if right else (metrics.REWARD, "the mean reward")
+    metric, measure = (_RIGHT, "the share of right answers") if right else (REWARD.name, "the mean reward")
     rows = [row for row in history if math.isfinite(row.get(metric, math.nan))]
     values = [row[metric] for row in rows]
     # The floor of a reward with penalties is not known.
@@ -183,13 +183,13 @@ def find_fall(history: History, prompts: int) -> Fall | None:
     broken = after.get("timeout", 0.0) + after.get("crashed", 0.0) >= _MOST
     if level > _LITTLE * best or expected < _EXPECTED or broken:
         return None
-    return Fall(measure, best, level, int(rows[sound - 1][metrics.STEP]))
+    return Fall(measure, best, level, int(rows[sound - 1][STEP]))
 
 
 def mean_shares(history: History) -> dict[str, float]:
     """Outcome, or `cut off` -> its share of the completions, mean of the steps that measured it."""
-    names = {name: f"{metrics.OUTCOME}{name}" for name in OUTCOMES} | {"cut off": metrics.CUT_OFF}
-    measured = {name: [row[metric] for row in history if metric in row] for name, metric in names.items()}
+    shown = {**OUTCOME_SHARES, "cut off": CUT_OFF}
+    measured = {name: [row[each.name] for row in history if each.name in row] for name, each in shown.items()}
     return {name: fmean(values) for name, values in measured.items() if values}
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -13,24 +13,13 @@ from plotly.offline import get_plotlyjs
 
 from fp8core.alignment.bounds import stored_bounds
 from fp8core.errors import printable, printable_lines
+from fp8core.metric import Metric
 from fp8core.report.chart import COLOURS, Chart, Series, collapsed, counted, short
 from fp8core.report.completions import LEGEND, Examples
 from fp8core.report.run_data import RunData
 from fp8core.report.run_verdict import verdict
 from fp8core.report.tables import Table, difference_table, numbers_table, settings_table, time_table
-from fp8core.report.training_charts import (
-    AHEAD,
-    ALIGNMENT,
-    KV_CURVES,
-    LEARNING,
-    SIGNALS,
-    WORST_TOKEN,
-    Curve,
-    bound_lines,
-    curve_chart,
-    token_charts,
-)
-from fp8core.store.metrics import STALENESS
+from fp8core.report.training_charts import bound_lines, curve_chart, section_metrics, token_charts
 
 _EXAMPLE_RUNS = 2
 # Colours are names of the page's CSS variables, which its script replaces, so that a page can be dark.
@@ -100,20 +89,27 @@ def _sections(runs: Sequence[RunData]) -> list[Section]:
     lines = [(run.label, run.history) for run in runs]
     bounds = bound_lines([(run.label, stored_bounds(run.view.config)) for run in runs])
 
-    def curves(anchor: str, title: str, of: Sequence[Curve]) -> Section:
-        return charted(anchor, title, collapsed(curve_chart(one, lines, bounds.get(one.metric, ())) for one in of))
+    def curves(anchor: str, title: str, metrics: Sequence[Metric]) -> Section:
+        charts = (curve_chart(metric, lines, bounds.get(metric.name, ())) for metric in metrics)
+        return charted(anchor, title, collapsed(charts))
 
-    metrics = {metric for run in runs for row in run.history for metric in row}
+    def optional(anchor: Literal["ahead", "scales", "own"], title: str) -> list[Section]:
+        """Without a value of its first metric there is no such section."""
+        metrics = section_metrics(anchor, [run.history for run in runs])
+        measured = any(metrics[0].values(row) for _, history in lines for row in history) if metrics else False
+        return [curves(anchor, title, metrics)] if measured else []
+
     missing = [(run.label, line) for run in runs for line in run.missing]
     provenance = [Table(run.label, ["", ""], run.provenance.lines(run.view)) for run in runs]
     settings = [*([difference_table(runs)] if len(runs) > 1 else []), *map(settings_table, runs)]
     return [
-        curves("learning", "Learning", [*LEARNING, *SIGNALS]),
-        curves("alignment", "Alignment of rollout and training", [*ALIGNMENT, WORST_TOKEN]),
-        *([curves("ahead", "Generation ahead", AHEAD)] if STALENESS in metrics else []),
+        curves("learning", "Learning", [*section_metrics("learning"), *section_metrics("signals")]),
+        curves("alignment", "Alignment of rollout and training", section_metrics("alignment")),
+        *optional("ahead", "Generation ahead"),
         charted("tokens", "Mismatch by token", token_charts([(run.label, run.tokens) for run in runs])),
         _completions(runs),
-        *([curves("scales", "Scales of the KV cache", KV_CURVES)] if KV_CURVES[0].metric in metrics else []),
+        *optional("scales", "Scales of the KV cache"),
+        *optional("own", "Metrics of own steps"),
         Section("numbers", "Numbers", tables=[numbers_table(runs), time_table(runs)]),
         Section("configuration", "Configuration", tables=settings),
         Section("provenance", "Provenance", tables=provenance),

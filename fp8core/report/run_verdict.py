@@ -13,13 +13,15 @@ import numpy as np
 from scipy.special import stdtrit
 
 from fp8core.alignment.bounds import is_known, unverifiable
+from fp8core.metrics.reward import REWARD
+from fp8core.metrics.rollout import TOKENS, UNVERIFIABLE
 from fp8core.report.chart import counted, format_tmpe, short, three_decimals
 from fp8core.report.diagnosis import Diagnosis, Evidence, diagnosis, run_commands
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import EDGE_STEPS, Learning, compared_tokens, edge_steps, first_steps, last_steps
-from fp8core.store import metrics
+from fp8core.rl.alignment_metrics import COMPARED, TMPE, TOKENS_DIFFERING
 from fp8core.store.ledger import START, BoundEntry
-from fp8core.store.metrics import History, series
+from fp8core.store.metrics import HELDOUT, History, series
 
 NOISE = 3.0
 FEWEST_VALUES = 10
@@ -38,7 +40,7 @@ class Answer(NamedTuple):
 
 def answer(history: History, prompts: int | None = None, left: int = 0) -> Answer:
     """The answer of a history, to which a run may still add `left` steps; held-out accuracy is of so many `prompts`."""
-    rewards, heldout = finite(history, metrics.REWARD), finite(history, metrics.HELDOUT)
+    rewards, heldout = finite(history, REWARD.name), finite(history, HELDOUT.name)
     if not rewards:
         return Answer("too short to tell", None)
     edge = edge_steps(len(rewards))
@@ -102,8 +104,8 @@ def _accuracy_error(heldout: Sequence[float], prompts: int) -> float:
 
 def agreement(history: History, why: str | None = None) -> str:
     """The comparison of rollout and training; `why` is the reason where a run is unverifiable."""
-    _, errors = series(history, metrics.TMPE)
-    _, differing = series(history, metrics.TOKENS_DIFFERING)
+    _, errors = series(history, TMPE.name)
+    _, differing = series(history, TOKENS_DIFFERING.name)
     compared = compared_tokens(history)
     if not errors and not differing:
         return "no step measured the two policies against each other"
@@ -113,14 +115,14 @@ def agreement(history: History, why: str | None = None) -> str:
         whole = compared.words.removeprefix("all ")
         share = f" on {short(100 * sum(differing) / compared.tokens)} % of {whole}" if compared.tokens else ""
         words = f"rollout and training differ{share}"
-        if (mean := token_mean(history, metrics.TMPE)) is not None:
+        if (mean := token_mean(history, TMPE.name)) is not None:
             words += f", error a token {format_tmpe(mean)} in the mean, {format_tmpe(max(errors))} at most"
-    return f"{words}; unverifiable, as {why}" if any(row.get(metrics.UNVERIFIABLE) for row in history) else words
+    return f"{words}; unverifiable, as {why}" if any(row.get(UNVERIFIABLE.name) for row in history) else words
 
 
 def token_mean(history: History, metric: str) -> float | None:
     """The mean over all compared tokens of a metric of a step; None where no step has both."""
-    measured = [(row[metric], row[metrics.COMPARED]) for row in history if metric in row and row.get(metrics.COMPARED)]
+    measured = [(row[metric], row[COMPARED.name]) for row in history if metric in row and row.get(COMPARED.name)]
     if not measured:
         return None
     return sum(value * tokens for value, tokens in measured) / sum(tokens for _, tokens in measured)
@@ -129,7 +131,7 @@ def token_mean(history: History, metric: str) -> float | None:
 def rollout_speed(run: RunData) -> float | None:
     """Tokens a second of rollout, over the steps of which both are known but the first, in which engines compile."""
     seconds = run.generating
-    by_step = zip(*series(run.history, metrics.TOKENS), strict=True)
+    by_step = zip(*series(run.history, TOKENS.name), strict=True)
     known = [(count, seconds[step]) for step, count in by_step if step in seconds and step > START + 1]
     spent = sum(second for _, second in known)
     return sum(count for count, _ in known) / spent if spent > 0 else None
@@ -162,8 +164,8 @@ def verdict(run: RunData) -> Verdict:
 
 
 def _result(run: RunData, direction: int | None, result: str, compared: str) -> str:
-    _, heldout = series(run.history, metrics.HELDOUT)
-    rewards = finite(run.history, metrics.REWARD)
+    _, heldout = series(run.history, HELDOUT.name)
+    rewards = finite(run.history, REWARD.name)
     learned = []
     if heldout:
         ends = dict.fromkeys([0, len(heldout) - 1])

@@ -4,8 +4,10 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
-from fp8core.store import metrics
-from fp8core.store.metrics import History, Interval, series
+from fp8core.metrics.reward import REWARD, SIGNAL
+from fp8core.metrics.rollout import TOKENS
+from fp8core.rl.alignment_metrics import COMPARED, TMPE, TOKENS_DIFFERING
+from fp8core.store.metrics import HELDOUT, History, Interval, series
 
 REPORT, CURVES = "report.html", "curves.png"
 
@@ -27,8 +29,8 @@ class ComparedTokens(NamedTuple):
 
 
 def compared_tokens(history: History) -> ComparedTokens:
-    rows = [row for row in history if metrics.COMPARED in row]
-    count, written = (int(sum(row.get(name, 0.0) for row in rows)) for name in (metrics.COMPARED, metrics.TOKENS))
+    rows = [row for row in history if COMPARED.name in row]
+    count, written = (int(sum(row.get(name, 0.0) for row in rows)) for name in (COMPARED.name, TOKENS.name))
     return ComparedTokens(count, min(1.0, count / written) if written else 1.0)
 
 
@@ -69,9 +71,9 @@ def summarise(history: History, overheads: Sequence[float]) -> dict[str, Any]:
     `reward_first10` and `reward_last10` are means of `reward_edge_steps` steps: ten, or half of a shorter run.
     `overheads` are milliseconds in which no task ran, of the steps of this process.
     """
-    _, rewards = series(history, metrics.REWARD)
-    _, heldout = series(history, metrics.HELDOUT)
-    _, tmpe = series(history, metrics.TMPE)
+    _, rewards = series(history, REWARD.name)
+    _, heldout = series(history, HELDOUT.name)
+    _, tmpe = series(history, TMPE.name)
     return {
         "steps": len(rewards),
         "reward_first10": first_steps(rewards) if rewards else None,
@@ -80,8 +82,8 @@ def summarise(history: History, overheads: Sequence[float]) -> dict[str, Any]:
         "heldout_first": heldout[0] if heldout else None,
         "heldout_last": heldout[-1] if heldout else None,
         "tmpe_max": max(tmpe, default=None),
-        "tokens_differing": int(sum(series(history, metrics.TOKENS_DIFFERING)[1])),
+        "tokens_differing": int(sum(series(history, TOKENS_DIFFERING.name)[1])),
         "tokens_compared": compared_tokens(history).tokens,
-        "steps_without_signal": series(history, metrics.SIGNAL)[1].count(0.0),
+        "steps_without_signal": series(history, SIGNAL.name)[1].count(0.0),
         "overhead_ms_per_step": {"median": median(overheads), "mean": fmean(overheads)} if overheads else None,
     }

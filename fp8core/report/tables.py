@@ -11,17 +11,14 @@ from fp8core.alignment.bounds import stored_bounds
 from fp8core.config.layers import leaves
 from fp8core.config.load import NON_NUMERIC_KEYS
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.report.chart import MISSING, counted, format_tmpe, short, three_decimals
+from fp8core.metric import Summary
+from fp8core.metrics.registry import METRICS
+from fp8core.report.chart import MISSING, counted, format_value, short
 from fp8core.report.diagnosis import mean_shares
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
 from fp8core.report.run_verdict import rollout_speed
 from fp8core.report.summary import compared_tokens, first_steps, last_steps
-from fp8core.store import metrics
-from fp8core.store.metrics import History, series
-
-
-def whole(value: float) -> str:
-    return f"{value:,.0f}"
+from fp8core.store.metrics import GAP, GAP_DIFFERENCE, GAP_HIGH, GAP_LOW, GAP_PROMPTS, History, series
 
 
 @dataclass(frozen=True)
@@ -34,25 +31,17 @@ class Table:
     folded: bool = False
 
 
-Form = Callable[[float], str]
-_MEASURED: Sequence[tuple[str, str, Callable[[Sequence[float]], float], Form]] = (
-    ("reward, mean of the first steps", metrics.REWARD, first_steps, three_decimals),
-    ("reward, mean of the last steps", metrics.REWARD, last_steps, three_decimals),
-    ("held-out accuracy, first", metrics.HELDOUT, itemgetter(0), three_decimals),
-    ("held-out accuracy, last", metrics.HELDOUT, itemgetter(-1), three_decimals),
-    ("held-out accuracy, best", metrics.HELDOUT, max, three_decimals),
-    ("FP8 from BF16 at step 0, KL of prompts (nats per token)", metrics.GAP_KL, itemgetter(0), short),
-    ("FP8 from BF16 at step 0, same first choice, share of tokens", metrics.GAP_SAME, itemgetter(0), short),
-    ("FP8 from BF16 at step 0, log-prob of right answers (nats)", metrics.GAP_SHIFT, itemgetter(0), short),
-    ("token multiplicative probability error, largest", metrics.TMPE, max, format_tmpe),
-    ("k3 divergence, largest (nats)", metrics.K3, max, short),
-    ("effective sample size, smallest", metrics.ESS, min, format_tmpe),
-    ("tokens whose log-probs differ", metrics.TOKENS_DIFFERING, sum, whole),
-    ("staleness of tokens, largest (versions)", metrics.STALEST, max, short),
-    ("groups with a signal, mean", metrics.SIGNAL, fmean, short),
-    ("steps in which no group had a signal", metrics.SIGNAL, lambda values: values.count(0.0), whole),
-    ("tokens generated", metrics.TOKENS, sum, whole),
-)
+_SUMMARIES: Mapping[Summary, Callable[[Sequence[float]], float]] = {
+    "first": itemgetter(0),
+    "last": itemgetter(-1),
+    "first steps": first_steps,
+    "last steps": last_steps,
+    "mean": fmean,
+    "sum": sum,
+    "max": max,
+    "min": min,
+    "zeros": lambda values: values.count(0.0),
+}
 
 
 def numbers_table(runs: Sequence[RunData]) -> Table:
@@ -66,9 +55,10 @@ def numbers_table(runs: Sequence[RunData]) -> Table:
 
 def _numbers(run: RunData) -> dict[str, str | None]:
     measured: dict[str, str | None] = {}
-    for name, metric, summary, form in _MEASURED:
-        _, values = series(run.history, metric)
-        measured[name] = form(summary(values)) if values else None
+    for metric in METRICS:
+        _, values = series(run.history, metric.name)
+        for label, summary in metric.numbers.items():
+            measured[label] = format_value(_SUMMARIES[summary](values), metric.form) if values else None
     speed, steps, bounds = rollout_speed(run), run.view.steps, stored_bounds(run.view.config)
     return {
         "state": run.status,
@@ -86,11 +76,11 @@ def _numbers(run: RunData) -> dict[str, str | None]:
 
 
 def _gap(history: History) -> str | None:
-    row = next((row for row in history if metrics.GAP in row), None)
+    row = next((row for row in history if GAP.name in row), None)
     if row is None:
         return None
-    low, high, prompts = row[metrics.GAP_LOW], row[metrics.GAP_HIGH], int(row[metrics.GAP_PROMPTS])
-    return f"{row[metrics.GAP_DIFFERENCE]:+.3f} [{low:+.3f}, {high:+.3f}] on {counted(prompts, 'prompt')}"
+    low, high, prompts = row[GAP_LOW.name], row[GAP_HIGH.name], int(row[GAP_PROMPTS.name])
+    return f"{row[GAP_DIFFERENCE.name]:+.3f} [{low:+.3f}, {high:+.3f}] on {counted(prompts, 'prompt')}"
 
 
 def time_table(runs: Sequence[RunData]) -> Table:

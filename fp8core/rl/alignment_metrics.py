@@ -1,7 +1,7 @@
 """Metrics of the mismatch between the rollout policy and the trained policy, from log-probs of sampled tokens.
 
-Tokens were sampled from the rollout policy g; p is the training policy. docs/reference/numerics.md has the formula,
-ideal and origin of each metric. Per token d = log p - log g, w = exp(d). Exponents are clamped to +-20; sums are FP64.
+Tokens were sampled from the rollout policy g; p is the training policy. `METRICS` has the formula, ideal and origin of
+each metric. Per token d = log p - log g, w = exp(d). Exponents are clamped to +-20; sums are FP64.
 Known deviations: NeMo RL clamps no exponent; verl adds 1e-8 inside ESS, which is then never exactly 1, and clamps no
 k3. `k1` to `k3` are elementwise, differentiable and unclamped (J. Schulman, "Approximating KL Divergence", 2020).
 """
@@ -11,6 +11,91 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+
+from fp8core.metric import Column, Curve, Metric
+
+COMPARED = Metric("alignment/tokens", "unmasked")
+# NeMo RL judges its nightly runs by 1.05 in BF16 and 1.1 in FP8, and calls KL errors below 1e-3 acceptable
+# (docs/guides/grpo.md and docs/adding-new-models.md there).
+TMPE = Metric(
+    "alignment/token_mult_prob_error",
+    "`mean exp(|d|)`; heavy tail; as NeMo",
+    better="lower",
+    ideal=1.0,
+    headline="error_minus_1",
+    headline_from_ideal=True,
+    of_checkpoint=True,
+    form="exact",
+    curve=Curve(
+        "alignment",
+        "Token multiplicative probability error - 1",
+        y_label="mean exp|d| - 1",
+        log=True,
+        bounds={"NeMo RL, BF16: 0.05": 0.05, "NeMo RL, FP8: 0.1": 0.1},
+        note="d = log p - log g of a token: training policy p, rollout policy g. 0: equal bit for bit.",
+    ),
+    column=Column("tmpe", 9),
+    numbers={"token multiplicative probability error, largest": "max"},
+)
+K3 = Metric(
+    "alignment/k3_kl",
+    "`mean exp(d)-1-d`; KL(g,p), unbiased, >= 0; as verl, NeMo",
+    unit="k3 estimate of KL(g, p), nats",
+    better="lower",
+    ideal=0.0,
+    headline="k3",
+    of_checkpoint=True,
+    curve=Curve(
+        "alignment", "Divergence of training from rollout policy (k3)", log=True, bounds={"NeMo RL: 0.001": 1e-3}
+    ),
+    numbers={"k3 divergence, largest (nats)": "max"},
+)
+ESS = Metric(
+    "alignment/ess",
+    "`(mean v)^2 / mean v^2`; biased: ratio of two means; as verl",
+    better="higher",
+    ideal=1.0,
+    headline="ess",
+    form="exact",
+    curve=Curve(
+        "alignment",
+        "Effective sample size that is lost",
+        y_label="1 - ESS / tokens",
+        log=True,
+        note="Of importance weights truncated at 2; 0: all weights are equal.",
+    ),
+    numbers={"effective sample size, smallest": "min"},
+)
+_SHARE = Curve(
+    "alignment", "Tokens that differ", y_label="share that is not bit-equal", over=COMPARED.name, include=(0.0, 1.0)
+)
+TOKENS_DIFFERING = Metric(
+    "alignment/tokens_differing",
+    "FP32 p, g not bit-equal",
+    better="lower",
+    ideal=0.0,
+    of_checkpoint=True,
+    form="whole",
+    curve=_SHARE,
+    column=Column("differ", 6),
+    numbers={"tokens whose log-probs differ": "sum"},
+)
+_WORST = Curve("alignment", "Largest difference of a token", y_label="max |d| of the step, nats", log=True)
+METRICS = (
+    TMPE,
+    Metric("alignment/token_mult_prob_error_pos_*", "same, tokens A to B of each row; absent without", ideal=1.0),
+    Metric("alignment/max_seq_mult_prob_error", "`largest row mean of exp(|d|)`; as NeMo", ideal=1.0),
+    Metric("alignment/kl", "`mean -d (k1)`; KL(g,p), unbiased, signed; as verl", ideal=0.0),
+    K3,
+    Metric("alignment/sampling_importance_ratio", "`mean w`; expectation 1 for any p; as NeMo", ideal=1.0),
+    ESS,
+    Metric("alignment/logprob_abs_diff", "`mean |d|`; as slime", ideal=0.0),
+    Metric("alignment/abs_diff_p99", "`nearest rank of |d|`", ideal=0.0),
+    COMPARED,
+    TOKENS_DIFFERING,
+    Metric("alignment/logprob_abs_diff_max", "`max |d|`; as slime", ideal=0.0, curve=_WORST),
+)
+"""What `alignment_metrics` returns, there without `alignment/`."""
 
 EXPONENT_BOUND = 20.0
 POSITION_STARTS = (0, 16, 64, 256, 1024)

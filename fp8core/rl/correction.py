@@ -25,7 +25,18 @@ import torch
 from torch import Tensor
 
 from fp8core.config.training import CorrectionConfig, FilterConfig, WeightingConfig
+from fp8core.metric import Metric
 from fp8core.rl.alignment_metrics import clamp_exponent, k1, k2, k3
+
+METRICS = (
+    Metric("correction/masked_fraction", "tokens that the correction rejected"),
+    Metric("correction/seq_masked_fraction", "rows with a token that the correction rejected"),
+    Metric("correction/oob_ratio", "tokens with a raw weight outside the bounds. *Rises: the mismatch rises.*"),
+    Metric("correction/veto_fraction", "rows that a veto rejected"),
+    Metric("correction/catastrophic_token_fraction", "tokens that caused a veto"),
+    Metric("correction/batch_norm_factor", "divisor of the weights (`correction.normalise`); 1 without"),
+)
+"""Of `correct`, there without `correction/`."""
 
 
 def log_ratio(training: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:

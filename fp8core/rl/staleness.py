@@ -9,12 +9,40 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from fp8core.metric import Curve, Metric
 from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.correction import log_ratio
 from fp8core.rl.losses import ClipRange
 
-AGE_STARTS = (0, 1, 2, 3, 4, 8, 16, 32, 64, 128)
 _LAG = ("ess", "sampling_importance_ratio", "k3_kl")
+_POLICIES = "[alignment metric](numerics.md#alignment-metrics) of the policy before the update against the writer's"
+METRICS = (
+    Metric(
+        "rollout/staleness_mean",
+        "age of a token",
+        unit="versions, mean of the step",
+        headline="staleness",
+        curve=Curve("ahead", "Staleness of tokens", include=(0.0, 1.0)),
+    ),
+    Metric(
+        "rollout/staleness_max",
+        "age of the oldest token",
+        numbers={"staleness of tokens, largest (versions)": "max"},
+    ),
+    Metric("rollout/share_age_*", "share of the tokens"),
+    Metric(
+        "correction/ess",
+        f"{_POLICIES}. *Falls with age: a smaller `pipeline.max_staleness` or learning rate.*",
+        better="higher",
+        headline="staleness_ess",
+    ),
+    *(Metric(f"correction/{name}", _POLICIES) for name in _LAG[1:]),
+    *(Metric(f"correction/{name}_age_*", _POLICIES) for name in _LAG),
+    Metric("correction/share_outside_clip_age_*", "ratios beyond `loss.clip_low`, `loss.clip_high`"),
+)
+"""What `staleness_metrics` returns, there without `rollout/`, and `lag_metrics`, without `correction/`."""
+
+AGE_STARTS = (0, 1, 2, 3, 4, 8, 16, 32, 64, 128)
 
 
 def by_age(ages: Tensor, mask: Tensor) -> Iterator[tuple[str, Tensor]]:

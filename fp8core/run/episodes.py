@@ -80,17 +80,6 @@ def said_by_policy(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens)
 
 
-def episode_means(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-    turns = [row for rows in episodes for row in rows if row["turn"]]
-    totals = {
-        "turns": len(turns),
-        "tool_calls": sum(len(json.loads(row["calls"])) for row in turns if row["calls"]),
-        "tool_errors": sum(row["failed"] for row in turns),
-        "malformed": sum(bool(row["malformed"]) for row in turns),
-    }
-    return {name: total / len(episodes) for name, total in totals.items()}
-
-
 def seconds_of(episode: Episode) -> list[float]:
     return [episode.opening_seconds, *(turn.seconds for turn in episode.turns)]
 

@@ -7,6 +7,8 @@ from fp8core.config.shipped import FILTER, TEACHER, is_shipped
 from fp8core.config.step_graph import StepGraph, check_pipeline
 from fp8core.config.steps import import_spec
 from fp8core.errors import UserError, refuse
+from fp8core.metrics.registry import find_metric
+from fp8core.metrics.reward import VERIFIER_SCORES
 from fp8core.models.hub import model_shape
 from fp8core.plan.run_plan import check_fit, plan_run
 from fp8core.resources.memory import machine_of
@@ -57,6 +59,9 @@ def pipeline_of(config: RunConfig) -> StepGraph:
             f"rollout.oversample={config.rollout.oversample:g}: no step chooses among the prompts: insert the step "
             "tasks.filter:filter, and rewire train: {rewards: filtered} (as configs/dapo.yaml does), or set it to 1"
         )
+    for other in config.reward.others:
+        if find_metric(f"reward/{other.name}").name != VERIFIER_SCORES.name:
+            raise UserError(f"reward.others: reward/{other.name} is a metric already; choose another name")
     _check_source(config)
     _check_ahead(config)
     return graph

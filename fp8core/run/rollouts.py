@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, encode_prompt
 from fp8core.errors import UserError
+from fp8core.metrics.episodes import episode_means
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.progress import Progress, tell_progress
 from fp8core.rewards.scorer import OUTCOMES, Answer, Key, Verdict, VerdictOutcome
@@ -24,7 +25,7 @@ from fp8core.rollout.episodes import Episode, Pool
 from fp8core.rollout.registry import longest_row
 from fp8core.rollout.stream import Row
 from fp8core.run.context import RunContext, StepContext
-from fp8core.run.episodes import EpisodePlayer, RecordedPool, completion_text, episode_means, messages_of, turn_rows
+from fp8core.run.episodes import EpisodePlayer, RecordedPool, completion_text, messages_of, turn_rows
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
 from fp8core.store.tables import (

@@ -1,58 +1,80 @@
-"""The metrics of a run's steps: the names that code reads them by, and those that step 0 has from its artifacts."""
+"""Metrics that evaluation and precision gap have as they are, for step 0 too, and series of metrics over steps."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
+
+from fp8core.metric import Column, Curve, Metric, Summary
 
 History = Sequence[Mapping[str, float]]
 Interval = tuple[float, float]
 """Readings of one clock in seconds, start and end."""
 
 STEP = "step"
-# Written tokens by the seconds of the whole step, from its first task to its commit.
-TOKENS_PER_SECOND = "core/tokens_per_second"
-REWARD = "reward/mean"
-HELDOUT = "reward/heldout_accuracy"
-LENGTH = "rollout/length_mean"
-SIGNAL = "reward/groups_with_signal"
-# Followed by an outcome.
-OUTCOME = "reward/outcome_"
-CUT_OFF = "rollout/cut_off_share"
-TOKENS = "rollout/tokens"
-ENTROPY = "rollout/entropy"
-GRAD_NORM = "train/grad_norm"
-TMPE = "alignment/token_mult_prob_error"
-TOKENS_DIFFERING, COMPARED = "alignment/tokens_differing", "alignment/tokens"
-K3, ESS = "alignment/k3_kl", "alignment/ess"
-# Of a run that generates ahead; the last one of a run alone that keeps the cache of older weights.
-STALENESS, STALEST = "rollout/staleness_mean", "rollout/staleness_max"
-LAG_ESS, OUTSIDE_CLIP = "correction/ess", "correction/share_outside_clip"
-UNVERIFIABLE = "rollout/unverifiable"
+HELDOUT = Metric(
+    "reward/heldout_accuracy",
+    "mean score of greedy answers to held-out prompts. *Falls while the mean rises: more data, a smaller "
+    "`training.learning_rate`, or `loss.reference_kl`.*",
+    unit="share of unseen prompts right",
+    better="higher",
+    headline="heldout",
+    of_checkpoint=True,
+    form="decimals",
+    curve=Curve("learning", "Held-out accuracy", include=(0.0, 1.0)),
+    column=Column("held-out", 8),
+    numbers={
+        "held-out accuracy, first": "first",
+        "held-out accuracy, last": "last",
+        "held-out accuracy, best": "max",
+    },
+)
+HELDOUT_LENGTH = Metric("reward/heldout_length_mean", "tokens of those answers")
 
-GAP, GAP_ERROR, GAP_ACCURACY, GAP_BF16, GAP_PROMPTS = (
-    f"rollout/precision_gap_{name}" for name in ("nats", "error", "accuracy", "bf16_accuracy", "prompts")
-)
-GAP_DIFFERENCE, GAP_LOW, GAP_HIGH = (
-    f"rollout/precision_gap_{name}" for name in ("difference", "difference_low", "difference_high")
-)
-# Not every prompt has an answer that can be written, so a run may lack the last one.
-GAP_KL, GAP_SAME, GAP_SHIFT = (f"rollout/precision_gap_{name}" for name in ("kl", "same_choice", "answer_shift"))
-OF_START: Mapping[str, Mapping[str, str]] = {
-    "evaluation": {HELDOUT: "accuracy", "reward/heldout_length_mean": "length_mean"},
-    "precision_gap": {GAP: "nats", "rollout/precision_gap_k3": "k3", GAP_ERROR: "error", GAP_PROMPTS: "prompts"},
+
+def _gap(name: str, text: str, number: str = "") -> Metric:
+    numbers: Mapping[str, Summary] = {f"FP8 from BF16 at step 0, {number}": "first"} if number else {}
+    return Metric(f"rollout/precision_gap_{name}", text, numbers=numbers)
+
+
+GAP = _gap("nats", "mean |difference| of log-probs")
+GAP_PROMPTS = _gap("prompts", "number of prompts")
+GAP_DIFFERENCE = _gap("difference", "paired difference of accuracy ([by part](../guides/evaluate.md#parts-of-fp8))")
+GAP_LOW = _gap("difference_low", "low end of its 95 % interval")
+GAP_HIGH = _gap("difference_high", "high end of its 95 % interval")
+OF_START: Mapping[str, Mapping[str, Metric]] = {
+    "evaluation": {"accuracy": HELDOUT, "length_mean": HELDOUT_LENGTH},
+    "precision_gap": {
+        "nats": GAP,
+        "k3": _gap("k3", "k3 divergence"),
+        "error": _gap("error", "token multiplicative probability error"),
+        "kl": _gap("kl", "KL of whole distributions", "KL of prompts (nats per token)"),
+        "same_choice": _gap("same_choice", "tokens with one first choice", "same first choice, share of tokens"),
+        # Not every prompt has an answer that can be written, so a run may lack this one.
+        "answer_shift": _gap("answer_shift", "change of right answers' log-prob", "log-prob of right answers (nats)"),
+        "accuracy.value": _gap("accuracy", "held-out accuracy in FP8"),
+        "bf16_accuracy.value": _gap("bf16_accuracy", "held-out accuracy in BF16"),
+        "difference.value": GAP_DIFFERENCE,
+        "difference.low": GAP_LOW,
+        "difference.high": GAP_HIGH,
+        "prompts": GAP_PROMPTS,
+    },
 }
+"""Kind of an artifact of step 0 -> field, with dots -> metric."""
 
 
 def start_metrics(kind: str, content: Mapping[str, Any]) -> dict[str, float]:
-    found = {metric: content[field] for metric, field in OF_START.get(kind, {}).items() if content}
-    if kind == "precision_gap":
-        found |= {GAP_ACCURACY: content["accuracy"]["value"], GAP_BF16: content["bf16_accuracy"]["value"]}
-        ends = {GAP_DIFFERENCE: "value", GAP_LOW: "low", GAP_HIGH: "high"}
-        found |= {metric: content["difference"][end] for metric, end in ends.items()}
-        known = {GAP_KL: "kl", GAP_SAME: "same_choice", GAP_SHIFT: "answer_shift"}
-        found |= {metric: content[field] for metric, field in known.items() if content.get(field) is not None}
-    return found
+    """The metrics that an artifact of `OF_START` has as they are; it may be empty."""
+    fields = OF_START.get(kind, {}) if content else {}
+    values = {metric.name: _field(content, path) for path, metric in fields.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def series(history: History, key: str) -> tuple[list[int], list[float]]:
-    measured = [(int(row[STEP]), row[key]) for row in history if key in row]
+def _field(content: Any, path: str) -> float | None:
+    value: float | None = reduce(lambda part, key: part[key], path.split("."), content)
+    return value
+
+
+def series(history: History, name: str) -> tuple[list[int], list[float]]:
+    """The steps that have a metric, and its values."""
+    measured = [(int(row[STEP]), row[name]) for row in history if name in row]
     return [step for step, _ in measured], [value for _, value in measured]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8core.config.training import TrainingConfig
+from fp8core.metric import Curve, Metric
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
@@ -24,29 +25,63 @@ from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.update_gain import UpdateGain
 
-AVERAGED = (
-    "loss",
-    "grad_norm",
-    "clip_fraction",
-    "ratio_mean",
-    "weight_mean",
-    "zero_weight_fraction",
-    "reference_kl",
-    "teacher_kl",
+_AVERAGED = (
+    Metric("train/loss", "means little alone"),
+    Metric(
+        "train/grad_norm",
+        "before clipping at `training.max_grad_norm`. *Grows over many steps: a smaller learning rate.*",
+        unit="norm before clipping",
+        headline="grad_norm",
+        curve=Curve("learning", "Gradient norm", include=(0.0,)),
+    ),
+    Metric(
+        "train/clip_fraction",
+        "clipped tokens; 0 with one update per rollout. *Grows: fewer `training.minibatches`.*",
+        headline="clip",
+    ),
+    Metric("train/ratio_mean", "new over old probability of tokens, about 1; `gspo`: below"),
+    Metric(
+        "train/weight_mean",
+        "importance weight of the correction; about 1. *Far from 1: see [the mismatch](#alignment-and-its-bounds).*",
+    ),
+    Metric("train/zero_weight_fraction", "tokens in the loss's denominator with weight 0. *Near 1: no gradient.*"),
+    Metric("train/reference_kl", "divergence from the reference policy; 0 without the reference step"),
+    Metric(
+        "train/teacher_kl",
+        "mean of log policy - log teacher before the update; 0 without a teacher. *Does not fall: more steps, a larger "
+        "learning rate.*",
+    ),
 )
 """Means over the updates."""
-_OF_FIRST = ("ratio_bias", "ratio_deviation", "clip_fraction", "reward_slope")
-REPORTED = (
-    "first_ratio_bias",
-    "first_ratio_deviation",
-    "first_clip_fraction",
-    "mask_differing",
-    *AVERAGED,
-    "learning_rate",
-    "tokens",
-    "rows",
+_FIRST = "of the first update, whose training forward should give the old log-probs"
+RATIO_BIAS, RATIO_DEVIATION, RATIO_CLIPPED = (
+    Metric(f"train/first_{name}", _FIRST, better="lower", ideal=0.0)
+    for name in ("ratio_bias", "ratio_deviation", "clip_fraction")
 )
-"""Metrics of a step under `train/`."""
+REWARD_SLOPE = Metric(
+    "train/first_reward_slope", "below 0 where the update makes rewarded completions less likely", better="higher"
+)
+MASK_DIFFERING = Metric(
+    "train/mask_differing",
+    "tokens in the loss that the policy did not write, and the other way round",
+    better="lower",
+    ideal=0.0,
+)
+_FIRST_UPDATE = (RATIO_BIAS, RATIO_DEVIATION, RATIO_CLIPPED, REWARD_SLOPE)
+METRICS = (
+    *_AVERAGED,
+    Metric(
+        "train/update_gain",
+        "[share of the intended change](#what-arrives-of-an-update) that the shipped policy has. *Below 0.3 after 15 "
+        "steps: see there.*",
+    ),
+    Metric("train/learning_rate", "of this update"),
+    Metric("train/tokens", "tokens of the loss's denominator"),
+    Metric("train/rows", "rows of the loss's denominator. *Few rows: see `correction/`.*"),
+    *_FIRST_UPDATE,
+    MASK_DIFFERING,
+)
+"""Fields of `TrainReport`, there without `train/`."""
 
 
 class UpdateError(ValueError):
@@ -208,7 +243,7 @@ class PolicyTrainer(ABC):
         expected_mask = left_aligned(batch.sequences.response_mask, batch.policy_mask.shape[1])
         if batch.observation_mask is not None:
             expected_mask = expected_mask & ~batch.observation_mask
-        first = reports[0] if reports else dict.fromkeys(_OF_FIRST, 0.0)
+        first = reports[0] if reports else {metric.key.removeprefix("first_"): 0.0 for metric in _FIRST_UPDATE}
         # Of the last update, whichever the step made.
         learning_rate = self._learning_rate(self._updates, len(reports))
         self.version += 1
@@ -225,7 +260,7 @@ class PolicyTrainer(ABC):
             first_reward_slope=None if batch.centred_rewards is None else first["reward_slope"],
             mask_differing=int((batch.policy_mask != expected_mask).sum()),
             update_gain=None if self._gain is None else self._gain.measured(),
-            **{key: sum(report[key] for report in reports) / max(len(reports), 1) for key in AVERAGED},
+            **{m.key: sum(report[m.key] for report in reports) / max(len(reports), 1) for m in _AVERAGED},
         )
 
     @abstractmethod

@@ -6,9 +6,12 @@ import pyarrow as pa
 import pytest
 
 from fp8core.config.load import load_config
+from fp8core.metrics.episodes import turn_metrics
+from fp8core.metrics.reward import reward_metrics
+from fp8core.metrics.rollout import rollout_metrics
+from fp8core.run.batches import baseline_mask
 from fp8core.store.ledger import stored_metrics
 from fp8core.store.tables import REWARDS
-from tasks.record import reward_metrics, rollout_metrics, turn_metrics
 
 
 def test_lengths_and_ends_of_completions():
@@ -56,7 +59,8 @@ def test_rewards_of_groups():
         for group, values in scores.items()
         for sample, score in enumerate(values)
     ]
-    found = reward_metrics(pa.Table.from_pylist(rows, schema=REWARDS), load_config("tiny"))
+    rewards = pa.Table.from_pylist(rows, schema=REWARDS)
+    found = reward_metrics(rewards, baseline_mask(rewards, load_config("tiny")))
     assert found["reward/mean"] == found["reward/outcome_right"] == found["reward/outcome_wrong"] == 0.5
     assert found["reward/groups_with_signal"] == 1 / 3
     assert found["reward/kept_share"] == 5 / 6

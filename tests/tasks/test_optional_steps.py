@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from fp8core.config.load import load_config
+from fp8core.metrics.reward import reward_metrics
+from fp8core.metrics.rollout import rollout_metrics
 from fp8core.run.batches import baseline_mask, rollout_batch
 from fp8core.run.rollouts import counts
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import FilterOptions, filter, keep_informative
-from tasks.record import mismatch, reward_metrics, rollout_metrics
+from tasks.record import mismatch
 from tasks.shape import ShapeOptions, shaped
 
 
@@ -60,7 +62,7 @@ def test_rows_that_left_the_loss_leave_the_baseline_and_make_no_signal():
     logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in range(9)))
     batch = rollout_batch(rollouts, table, logprobs, None, config)
     assert batch.advantages.tolist() == [0.0] * 6 + [0.5, -0.5, 0.0]
-    assert reward_metrics(table, config)["reward/groups_with_signal"] == 1 / 3
+    assert reward_metrics(table, baseline_mask(table, config))["reward/groups_with_signal"] == 1 / 3
     for compared in (torch.ones(9, dtype=torch.bool), baseline_mask(table, config)):
         assert kept(keep_informative(table, 1, compared)) == [False] * 6 + [True, True, False]
 
@@ -84,7 +86,8 @@ def test_an_episode_whose_environment_failed_moves_no_baseline(failed):
     batch = rollout_batch(rollouts, table, logprobs, None, config)
     signs = (batch.advantages.sign() * batch.row_mask).tolist()
     assert signs == ([0, 0, 0, -1, 1, 0] if failed == "leave_out" else [-1, -1, 1, -1, 1, 1])
-    metrics, counted = reward_metrics(table, config), [1, 1, 0, 1, 1, 0] if failed == "leave_out" else [1] * 6
+    metrics = reward_metrics(table, baseline_mask(table, config))
+    counted = [1, 1, 0, 1, 1, 0] if failed == "leave_out" else [1] * 6
     assert metrics["reward/groups_with_signal"] == (0.5 if failed == "leave_out" else 1)
     spread = pstdev(reward for (_, _, reward), one in zip(rows, counted, strict=True) if one)
     assert metrics["reward/std"] == pytest.approx(spread)

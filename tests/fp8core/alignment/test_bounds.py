@@ -21,7 +21,7 @@ def of(config: str = "tiny", **overrides: Any) -> StopBounds:
 
 def steps(count: int = 1, **changed: float) -> list[dict[str, float]]:
     healthy = {"error": 1.0, "effective_sample_size": 1.0, "probe_error": 1.0}
-    return [{BOUNDED[name]: (healthy | changed).get(name, 0.0) for name in BOUNDED}] * count
+    return [{BOUNDED[name].name: (healthy | changed).get(name, 0.0) for name in BOUNDED}] * count
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,9 @@ from fp8core.report.drawing import draw_png
 from fp8core.report.pages import chart_figure
 from fp8core.report.tokens import TokenSample
 from fp8core.report.training_charts import (
-    ALIGNMENT,
-    KV_CURVES,
-    LEARNING,
     curve_chart,
     difference_histogram,
+    section_metrics,
     token_charts,
 )
 
@@ -81,13 +79,13 @@ def test_a_chart_with_one_value_is_told_and_not_drawn(values, drawn: bool) -> No
 
 def test_a_curve_has_the_steps_at_which_its_metric_was_measured_and_equality_is_zero() -> None:
     history = [{"step": 0, "reward/heldout_accuracy": 0.5}, {"step": 1, "reward/mean": 0.25}]
-    series = curve_chart(LEARNING[0], [("a", history), ("b", [])]).series
+    series = curve_chart(section_metrics("learning")[0], [("a", history), ("b", [])]).series
     assert [(list(one.x), list(one.y), one.style) for one in series] == [([1], [0.25], 0), ([], [], 1)]
     exact = [{"step": 1, "alignment/token_mult_prob_error": 1.0, "alignment/ess": 0.75}]
-    assert list(curve_chart(ALIGNMENT[0], [("a", exact)]).series[0].y) == [0.0]
-    assert list(curve_chart(ALIGNMENT[2], [("a", exact)]).series[0].y) == [0.25]
+    assert list(curve_chart(section_metrics("alignment")[0], [("a", exact)]).series[0].y) == [0.0]
+    assert list(curve_chart(section_metrics("alignment")[2], [("a", exact)]).series[0].y) == [0.25]
     scales = [{"step": 1, "kv/scale_k_layer0": 0.5, "kv/scale_k_layer1": 2.0, "kv/scale_q_layer0": 8.0}]
-    assert list(curve_chart(KV_CURVES[1], [("a", scales)]).series[0].y) == [2.0]
+    assert list(curve_chart(section_metrics("scales")[1], [("a", scales)]).series[0].y) == [2.0]
 
 
 def test_the_histogram_holds_nearly_all_tokens_and_says_the_rest() -> None:
@@ -106,3 +104,10 @@ def test_tokens_that_are_all_equal_are_told_and_one_that_differs_is_drawn() -> N
     charts, told = token_charts([("one", equal), ("two", equal)])
     assert (charts, len(told)) == ([], 2)
     assert token_charts([("one", equal), ("two", other)])[0]
+
+
+def test_metrics_of_users_own_steps_are_drawn_by_name() -> None:
+    history = [{"step": 1, "reward/mean": 0.5, "tone/polite": 0.25}, {"step": 2, "kv/scale_q_layer7": 1.0, "b": 2.0}]
+    assert [metric.name for metric in section_metrics("own", [history])] == ["b", "tone/polite"]
+    drawn = curve_chart(section_metrics("own", [history])[1], [("a", history)])
+    assert (drawn.title, list(drawn.series[0].x), list(drawn.series[0].y)) == ("tone/polite", [1], [0.25])

@@ -11,7 +11,7 @@ from fp8core.report.pages import Section, render_page, report_html
 from fp8core.report.run_data import read_run
 from fp8core.report.tables import Table
 from fp8core.report.training_charts import bound_lines
-from fp8core.store.metrics import TMPE
+from fp8core.rl.alignment_metrics import TMPE
 
 SECTIONS = [
     "learning", "alignment", "tokens", "completions", "scales", "numbers", "configuration", "provenance", "missing",
@@ -95,7 +95,7 @@ def test_bounds_that_a_run_stops_at_replace_the_usual_ones(mixed_run, run_copy) 
     assert page.labels("Effective sample size that is lost") == ["stop: 0.1"]
     assert page.labels("Divergence of training from rollout policy (k3)") == ["NeMo RL: 0.001"]
     beside = bound_lines([(run.label, stored_bounds(run.view.config)) for run in (mixed, own)])
-    assert Bound("stop of own: 0.25", 0.25) in beside[TMPE]
+    assert Bound("stop of own: 0.25", 0.25) in beside[TMPE.name]
 
 
 @pytest.mark.parametrize("damage", ["no step", "one step", "no ledger", "no artifacts", "unreadable configuration"])

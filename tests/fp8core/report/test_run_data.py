@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from fp8core.config.run import KeepConfig
+from fp8core.metrics.reward import REWARD
 from fp8core.report.run_data import OUTSIDE_TASKS, labels, read_run, time_spent
+from fp8core.rl.alignment_metrics import TMPE
 from fp8core.store.gc import plan_removal, remove
-from fp8core.store.metrics import GAP_KL, HELDOUT, REWARD, TMPE, series
+from fp8core.store.metrics import HELDOUT, series
 
 
 def test_the_history_is_what_the_steps_recorded(whole_run) -> None:
@@ -14,8 +16,8 @@ def test_the_history_is_what_the_steps_recorded(whole_run) -> None:
     stored = {step: whole_run.store.get_json(whole_run.ledger.artifacts(step)["metrics"]) for step in range(1, 5)}
     assert list(run.history[1:]) == [{"step": step, **stored[step]} for step in range(1, 5)]
     start = whole_run.ledger.artifacts(0)
-    assert run.history[0][HELDOUT] == whole_run.store.get_json(start["evaluation"])["accuracy"]
-    assert run.history[0][GAP_KL] == whole_run.store.get_json(start["precision_gap"])["kl"]
+    assert run.history[0][HELDOUT.name] == whole_run.store.get_json(start["evaluation"])["accuracy"]
+    assert run.history[0]["rollout/precision_gap_kl"] == whole_run.store.get_json(start["precision_gap"])["kl"]
     assert (run.status, run.requested, run.missing) == ("finished, 4 steps", 4, [])
 
 
@@ -46,7 +48,7 @@ def test_tokens_are_those_that_the_metrics_were_made_of(mixed_run) -> None:
     assert run.tokens.steps == (1, 2, 3, 4)
     _, counts = series(run.history, "alignment/tokens")
     assert len(run.tokens.difference) == sum(counts)
-    _, errors = series(run.history, TMPE)
+    _, errors = series(run.history, TMPE.name)
     expected = sum(error * count for error, count in zip(errors, counts, strict=True)) / sum(counts)
     assert np.exp(np.abs(run.tokens.difference)).mean() == pytest.approx(expected, rel=1e-12)
     assert expected > 1
@@ -69,7 +71,7 @@ def test_what_gc_removed_is_named_and_the_rest_is_there(run_copy) -> None:
     removal = plan_removal(run_copy.folder, KeepConfig(last=1))
     remove(run_copy.folder, removal)
     run = read_run(run_copy.folder, "thin")
-    assert len(series(run.history, REWARD)[0]) == 4
+    assert len(series(run.history, REWARD.name)[0]) == 4
     assert run.tokens is not None
     assert run.tokens.steps == (4,)
     (removed,) = run.missing
@@ -82,7 +84,7 @@ def test_damage_is_named_and_the_rest_is_there(run_copy) -> None:
     manifest = run_copy.ledger.step(3).manifest
     (run_copy.folder / manifest.uri).unlink()
     run = read_run(run_copy.folder, "damaged")
-    assert [row["step"] for row in run.history if REWARD in row] == [1, 3, 4]
+    assert [row["step"] for row in run.history if REWARD.name in row] == [1, 3, 4]
     assert run.tokens is not None
     assert run.tokens.steps == (1, 2, 3)
     text = "\n".join(run.missing)

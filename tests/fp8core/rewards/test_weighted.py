@@ -11,6 +11,7 @@ from fp8core.config.run import own_code
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import build_verifier
+from fp8core.run.refusals import pipeline_of
 from fp8core.run.rollouts import failures
 
 
@@ -101,3 +102,9 @@ def test_a_run_records_each_score_and_each_mean(loop_run, tmp_path):
         assert metrics[f"reward/{name}"] == pytest.approx(sum(row[f"score_{name}"] for row in rows) / len(rows))
     described = run.records[1]["executed"]["reward"]
     assert json.dumps(described["others"]["again"]) == '{"verifier": "chain"}'
+
+
+def test_another_verifier_takes_no_name_of_a_declared_metric():
+    other = {"name": "groups_with_signal", "verifier": "chain"}
+    with pytest.raises(UserError, match=r"^reward\.others: reward/groups_with_signal is a metric already"):
+        pipeline_of(load_config("tiny", {"reward.others": [other]}))

@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from tasks.record import mismatch_by_turn, turn_metrics
+from fp8core.metrics.episodes import mismatch_by_turn, turn_metrics
 
 
 def test_a_difference_is_told_of_the_turns_that_wrote_its_tokens():
