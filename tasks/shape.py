@@ -44,7 +44,8 @@ def shaped(rollouts: pa.Table, rewards: pa.Table, options: ShapeOptions) -> pa.T
     lengths = padded(rollouts["written"], torch.bool, False).sum(dim=1)
     penalties = overlong_penalty(lengths, options.max_length, options.buffer, options.penalty).tolist()
     dropped = [options.drop_cut_off and finish == "length" for finish in rollouts["finish"].to_pylist()]
-    scores, schema = scores_of(rewards).to_pylist(), rewards.schema
+    scores = scores_of(rewards).to_pylist()
+    schema = rewards.schema
     rows = [
         {**row, "reward": row["reward"] + penalty, "keep": row["keep"] and not drop, "score": score}
         for row, penalty, drop, score in zip(rewards.to_pylist(), penalties, dropped, scores, strict=True)

@@ -15,7 +15,8 @@ def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> d
     if run.workers.teacher is None:
         run.workers.teacher = build_teacher(run.config, run.tokenizer, run.cluster)
         run.workers.teacher_digest = run.workers.teacher.digest()
-    store, settings = run.store, run.config.loss.distillation
+    store = run.store
+    settings = run.config.loss.distillation
     table = store.get_table(rollouts, SCORED_COLUMNS)
     scored = run.workers.teacher.logprobs(token_batch(table), run.config.rollout.temperature, ())
     run.workers.teacher.rest()

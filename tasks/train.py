@@ -49,8 +49,12 @@ def train(
 
     Old log-probs are then those of the one forward, or the rollout's own (`logprobs.source`). An audited one that
     differs fails the step before the first update. Rows that a filter dropped have scores too."""
-    store, trainer, config = run.store, trainer_of_policy(run, policy), run.config
-    version, temperature, layers = trainer.version, config.rollout.temperature, read_scales(run, scales).layers
+    store = run.store
+    trainer = trainer_of_policy(run, policy)
+    config = run.config
+    version = trainer.version
+    temperature = config.rollout.temperature
+    layers = read_scales(run, scales).layers
     versions = ["versions"] if logprobs is None and ratio_holds_age(config) else []
     table = store.get_table(rollouts, [*UPDATE_COLUMNS, *versions])
     batch = update_batch(run, table, None if logprobs is None else store.get_table(logprobs), rewards, signals)
@@ -59,7 +63,8 @@ def train(
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     sampled = config.logprobs.source == "rollout"
     if sampled:
-        keys, compared = enumerate(keys_of(table)), compared_rows(config, index, batch.policy_mask).tolist()
+        keys = enumerate(keys_of(table))
+        compared = compared_rows(config, index, batch.policy_mask).tolist()
         audited = {row: f"group {group}, sample {sample}" for row, (group, sample) in keys if compared[row]}
         batch = replace(batch, audited=audited)
         if versions and (older := padded(table["versions"], torch.int64, version) < version).any():

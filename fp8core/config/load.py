@@ -124,7 +124,8 @@ def _validated(tree: Layer) -> RunConfig:
         config = RunConfig.model_validate_json(json.dumps(tree.values, default=os.fspath), strict=True)
     except ValidationError as error:
         raise refusal(error, RunConfig, tree.values, places=tree.places) from error
-    training, schedule = config.training, config.training.learning_rate_schedule
+    training = config.training
+    schedule = config.training.learning_rate_schedule
     if schedule.kind == "constant" or schedule.over_steps is not None:
         return config
     # Stored with the run: a run that gets more steps keeps its schedule.
@@ -161,7 +162,8 @@ def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Layer]:
     layer = _file_layer(path)
     if "base" not in layer.values:
         return [layer]
-    base, place = layer.values.pop("base"), layer.places.pop("base")
+    base = layer.values.pop("base")
+    place = layer.places.pop("base")
     if not isinstance(base, str):
         raise UserError(f"{place}: base: must be one file or shipped name")
     chain = (*readers, path.resolve())
@@ -192,9 +194,11 @@ def _file_layer(path: Path) -> Layer:
 
 def _override_layers(overrides: Overrides) -> list[Layer]:
     if isinstance(overrides, Mapping):
-        pairs, place = [*overrides.items()], "overrides"
+        pairs = [*overrides.items()]
+        place = "overrides"
     else:
-        pairs, place = [_override(text) for text in overrides], "--set"
+        pairs = [_override(text) for text in overrides]
+        place = "--set"
     layers = [_override_layer(str(key), value, place) for key, value in pairs]
     for layer in layers:
         if "base" in layer.values:

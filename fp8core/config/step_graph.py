@@ -84,7 +84,9 @@ def _connect(step: StepConfig, resolve: Callable[[str], StepSpec], features: Col
         declared = resolve(step.uses)
     except UserError as error:
         raise UserError(f"step {step.name}: {error}") from error
-    every, spec, needs = declared.under(get_args(Feature)), declared.under(features), step.inputs()
+    every = declared.under(get_args(Feature))
+    spec = declared.under(features)
+    needs = step.inputs()
     _check_port_names(step.name, "input", needs, every.input_kinds)
     _check_port_names(step.name, "output", step.provides, every.outputs)
     by_name = {port: port for port in spec.inputs if port not in declared.inputs}
@@ -148,7 +150,8 @@ def _check_carried(carries: Mapping[str, str], carried_kinds: Mapping[str, str],
 
 def _check_inputs(step: PlannedStep, kinds: Mapping[str, str]) -> None:
     for port, artifact in step.inputs.items():
-        place, wanted = f"step {step.name}: input {port}", step.spec.input_kinds[port]
+        place = f"step {step.name}: input {port}"
+        wanted = step.spec.input_kinds[port]
         if artifact not in kinds:
             raise UserError(f"{place}: there is no artifact {artifact}; {suggestion(artifact, kinds)}")
         if kinds[artifact] != wanted:

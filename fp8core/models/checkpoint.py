@@ -24,7 +24,8 @@ from fp8core.models.safetensors_files import INDEX, WEIGHTS, FileTensors, Stored
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.user_files import read_json_object
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 _DTYPES = ("BF16", "F16", "F32")
 
 
@@ -139,7 +140,9 @@ def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, .
     missing = [name for name in shapes if name not in stored]
     problems = [f"{where}: tensor {name}: expected shape {list(shapes[name])}, found nothing" for name in missing]
     for name, tensor in stored.items():
-        place, shape, dtype = f"{tensor.file}: tensor {name}", tensor.spec.shape, tensor.spec.dtype
+        place = f"{tensor.file}: tensor {name}"
+        shape = tensor.spec.shape
+        dtype = tensor.spec.dtype
         if name not in allowed:
             problems.append(f"{place}: expected nothing of this name, found shape {list(shape)}")
         elif shape != allowed[name]:
@@ -203,7 +206,8 @@ class InitialWeights(TensorSource):
     other values. The first tensor that is read draws all of them, which stay in memory."""
 
     def __init__(self, arch: Architecture, seed: int) -> None:
-        self._arch, self._seed = arch, seed
+        self._arch = arch
+        self._seed = seed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return InitialWeights, (self._arch, self._seed)

@@ -71,7 +71,8 @@ class FullContext:
 
 class Decoder:
     def __init__(self, arch: Architecture, formats: Formats) -> None:
-        self.arch, self.formats = arch, formats
+        self.arch = arch
+        self.formats = formats
         self._parts = layer_parts(arch)
         self._sparse = {layer: index for index, layer in enumerate(arch.sparse_layers)}
         self._cos, self._sin = (formats.points.tables(table) for table in rotary_tables(arch))
@@ -94,7 +95,8 @@ class Decoder:
             scales: scales of Q, K and V per layer; required by FP8 attention.
             observe: called per layer with q, k, v [B, heads, T, d] as they are cached."""
         cos, sin = self.rotary_tables(positions)
-        x, added = torch.nn.functional.embedding(tokens, weights.embedding), None
+        x = torch.nn.functional.embedding(tokens, weights.embedding)
+        added = None
         for i, layer in enumerate(weights.layers):
             x, operand = self._input(x, added, layer.attention_norm)
             q, k, v = self._qkv(i, layer, operand, cos, sin)
@@ -152,11 +154,13 @@ class Decoder:
     def _qkv(self, i: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, heads, T, d] of each, normed and rotated."""
         batch, length, _ = x.shape
-        arch, rounding = self.arch, self.formats.rounding
+        arch = self.arch
+        rounding = self.formats.rounding
         heads = self.fused_qkv(i, layer, x.flatten(0, 1)).view(batch, length, -1, arch.head_dim)
         q, k, v = heads.split([arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=2)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)
+            q = self._norm_heads(q, layer.q_norm)
+            k = self._norm_heads(k, layer.k_norm)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         return rotate(q, cos, sin, rounding), rotate(k, cos, sin, rounding), v
 

@@ -235,8 +235,10 @@ class _Source:
 
 
 def _layer_weights(source: _Source, arch: Architecture, i: int) -> LayerWeights:
-    parts, prefix = layer_parts(arch), f"model.layers.{i}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    parts = layer_parts(arch)
+    prefix = f"model.layers.{i}"
+    attention = f"{prefix}.self_attn"
+    mlp = f"{prefix}.mlp"
     return LayerWeights(
         attention_norm=source.plain(f"{prefix}.{parts.attention_norm}.weight"),
         qkv=source.linear(*(f"{attention}.{name}_proj.weight" for name in "qkv")),

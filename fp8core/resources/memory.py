@@ -117,11 +117,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 Part = list[tuple[Shapes, int]]
 """Parameters of one GPU before they are cut, by the number of GPUs they are cut over."""
 
-FP32_BYTES, BF16_BYTES = 4, 2
+FP32_BYTES = 4
+BF16_BYTES = 2
 _WIDTH: dict[LinearFormat, int] = {"fp8_block": 1, "bf16": BF16_BYTES, "fp32": FP32_BYTES}
 _SCALE_BYTES = 4
 _FP64 = 8
-_EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 ROUTER = ".mlp.gate.weight"
 EMULATED = "FP64 beside FP32, ready for exact products"
 
@@ -141,7 +143,8 @@ def stored_bytes(shapes: Shapes, formats: StoredNames) -> StoredBytes:
     """The bytes that `models.weights.stored_weights` makes of parameters of these shapes."""
     codes = scales = kept = 0
     for name, shape in shapes.items():
-        form, size = formats.of(name), math.prod(shape)
+        form = formats.of(name)
+        size = math.prod(shape)
         if form == "fp8_block":
             codes += size
             scales += _SCALE_BYTES * math.prod(math.ceil(side / TILE) for side in shape)

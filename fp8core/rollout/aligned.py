@@ -31,7 +31,8 @@ Attend = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """Attention of an engine's layer: of its module, Q, K and V [tokens, heads * head_dim], BF16."""
 
 # The keys of a config.json that hold the decoder as an `Architecture`, and arguments of `recipe_of`.
-_KEY, _RECIPE_KEY = "fp8_grpo_decoder", "fp8_grpo_recipe"
+_KEY = "fp8_grpo_decoder"
+_RECIPE_KEY = "fp8_grpo_recipe"
 
 
 def aligned_config(config: Mapping[str, Any], arch: Architecture, recipe: Recipe) -> dict[str, Any]:
@@ -65,7 +66,9 @@ class AlignedDecoder(nn.Module):
     def prepare(self, config: Any, heads: HeadLayout, device: torch.device) -> None:
         """`config` is that of `aligned_config`, `heads` of this GPU."""
         arch = decoder_of(config)
-        self._arch, self._heads, self.recipe = arch, heads, aligned_recipe(config)
+        self._arch = arch
+        self._heads = heads
+        self.recipe = aligned_recipe(config)
         self._parts = layer_parts(arch)
         tables = [KERNELS.tables(table) for table in rotary_tables(arch)]
         # Buffers survive an engine's sleep. The flag is not read: a value that is not finite reaches the log-probs.
@@ -76,9 +79,11 @@ class AlignedDecoder(nn.Module):
 
     def hidden(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens] each."""
-        total, added = self.model.embed_tokens(input_ids), None
+        total = self.model.embed_tokens(input_ids)
+        added = None
         for layer in self.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
+            attention = layer.self_attn
+            mlp = layer.mlp
             total, normed = self._add_norm(total, added, layer.input_layernorm, attention.qkv_proj)
             attended = self._attention(attention, normed, positions, attend)
             total, normed = self._add_norm(total, attended, layer.post_attention_layernorm, mlp.gate_up_proj)
@@ -107,7 +112,9 @@ class AlignedDecoder(nn.Module):
         return self.joined(swiglu(inner))
 
     def _attention(self, attention: Any, rows: Operand, positions: Tensor, attend: Attend) -> Tensor:
-        heads, arch, parts = self._heads, self._arch, self._parts
+        heads = self._heads
+        arch = self._arch
+        parts = self._parts
         norms = (attention.q_norm.weight, attention.k_norm.weight) if parts.qk_norm else None
         qkv = _multiply(rows, attention.qkv_proj)
         if parts.qkv_bias:

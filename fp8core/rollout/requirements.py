@@ -143,9 +143,11 @@ def resident_memory(
     weights = engine_weights(config, arch, gpus)
     if gpu is None:
         return EngineMemory((weights,))
-    limit, setting = int(gpu.memory * share[1]), share[0]
+    limit = int(gpu.memory * share[1])
+    setting = share[0]
     if options.kv_cache_gib is not None:
-        limit, setting = gpu.memory, f"{setting.rpartition('.')[0]}.kv_cache_gib"
+        limit = gpu.memory
+        setting = f"{setting.rpartition('.')[0]}.kv_cache_gib"
     if not workspace_in_share:
         limit = min(gpu.memory, limit + workspace)
     rest = limit - weights.bytes - workspace
@@ -166,7 +168,9 @@ def resident_memory(
 
 
 def _cache(config: RunConfig, arch: Architecture, size: int, gpus: int) -> CacheRoom:
-    engines, rollout, sequence = config.cluster.engines, config.rollout, longest_sequence(config, arch)
+    engines = config.cluster.engines
+    rollout = config.rollout
+    sequence = longest_sequence(config, arch)
     per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache) // gpus
     tokens = size // per_token
     sequences = min(math.ceil(rollout.drawn_prompts / engines) * rollout.group_size, rollout.max_batch)

@@ -108,7 +108,8 @@ def cut_specs(shipped: Mapping[str, TensorSpec], cuts: Mapping[str, Cut]) -> dic
 def whole_parameters(parameters: Mapping[str, TensorSpec], ranks: int, last: Axis) -> dict[str, TensorSpec]:
     specs = {}
     for name, spec in parameters.items():
-        shape, axis = list(spec.shape), _cut_axis(name, last)
+        shape = list(spec.shape)
+        axis = _cut_axis(name, last)
         if axis is not None:
             shape[axis] *= ranks
         specs[name] = spec._replace(shape=tuple(shape))

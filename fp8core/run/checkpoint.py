@@ -25,7 +25,8 @@ def checkpoint_due(run: RunContext, index: int) -> bool:
 def unsaved_step(run: RunContext) -> int | None:
     """The last committed iteration, when no checkpoint of it can be resumed from; else None."""
     ledger = run.directory.ledger
-    last, newest = ledger.last_step(), next(iter(ledger.last_checkpoints()), None)
+    last = ledger.last_step()
+    newest = next(iter(ledger.last_checkpoints()), None)
     if last is None or last == START or newest is None or newest.step < last:
         return last or None
     is_resumable = run.directory.checkpoint(newest).is_dir() and ledger.held_policy(newest) is not None

@@ -48,7 +48,8 @@ HOPPER = "sm_90"
 _COMPILERS = ("torch", "triton", *DEEP_GEMM_DISTRIBUTIONS)
 # Triton compiles another kernel where an integer is 1, or a multiple of 16: numbers of rows, and their pitch in fours.
 _ENGINE_ROWS = (1, 2, 14, 16)
-_VOCABULARY, _SEQUENCE = 512, 128
+_VOCABULARY = 512
+_SEQUENCE = 128
 _RATE = 1e-4
 
 
@@ -81,7 +82,8 @@ def compile_kernels(
 
     `progress` hears how many jobs of how many are done. Raises UserError: there is no GPU that they are for, or one of
     them cannot be compiled."""
-    arch, began = model_shape(config), time.perf_counter()
+    arch = model_shape(config)
+    began = time.perf_counter()
     if not needs_kernels(config, arch):
         return CompilationResult(0, 0, 0, 0.0)
     if platform == "cpu":
@@ -89,7 +91,8 @@ def compile_kernels(
     if platform != HOPPER:
         raise UserError(f"{config.name} compiles for Hopper ({HOPPER}), and this GPU is {platform}")
     gpu = torch.cuda.get_device_properties(0)
-    jobs, before = planned_jobs(config, arch, folders), folders.count()
+    jobs = planned_jobs(config, arch, folders)
+    before = folders.count()
     versions = "\n".join(
         [gpu.name, str(torch.version.cuda), *(f"{name} {installed_version(name)}" for name in _COMPILERS)]
     )
@@ -100,13 +103,15 @@ def compile_kernels(
 
 
 def needs_kernels(config: RunConfig, arch: Architecture) -> bool:
-    entry, trainer = engine_entry(config), trainer_of(config.training)
+    entry = engine_entry(config)
+    trainer = trainer_of(config.training)
     return bool([*entry.products(config, arch), *trainer.products(config, arch)] or trainer.packs(config, arch))
 
 
 def planned_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders) -> list[Job]:
     """All jobs of a training: passes of the trainer come after the products that they compute."""
-    entry, trainer = engine_entry(config), trainer_of(config.training)
+    entry = engine_entry(config)
+    trainer = trainer_of(config.training)
     products = [*trainer.products(config, arch), *entry.products(config, arch)] if has_deep_gemm() else []
     multiplied = [product_job(product, folders) for product in shared_out(products)]
     return [*_operation_jobs(config, arch, folders), *multiplied, *_trainer_jobs(config, arch, folders)]
@@ -119,14 +124,16 @@ def product_job(product: Product, folders: KernelFolders) -> Job:
 
 
 def _operation_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders) -> Iterator[Job]:
-    entry, packs = engine_entry(config), trainer_of(config.training).packs(config, arch)
+    entry = engine_entry(config)
+    packs = trainer_of(config.training).packs(config, arch)
     if config.precision.training.linear == "fp8_block":
         arch = with_whole_tiles(arch)
     groups = config.precision.recipe.activations
     about = f"{arch} {groups} {current_code()}"
     if entry.gpus(config) and entry.arithmetic(config) == "kernels":
         for rows in _ENGINE_ROWS:
-            name, arguments = f"the engine with {rows} tokens", (arch, rows, groups)
+            name = f"the engine with {rows} tokens"
+            arguments = (arch, rows, groups)
             yield Job(name, about, folders.triton, decode, arguments)
     if packs:
         name = f"gradients of packs of {packs[0]} to {packs[-1]} tokens"
@@ -153,12 +160,15 @@ def decode(arch: Architecture, rows: int, groups: Grouping, device: str = "cuda"
 
     flag = FiniteFlag(torch.device(device))
     layout = HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-    x, norm, head_norm = zeros(rows, arch.hidden_size), zeros(arch.hidden_size), zeros(arch.head_dim)
+    x = zeros(rows, arch.hidden_size)
+    norm = zeros(arch.hidden_size)
+    head_norm = zeros(arch.head_dim)
     for added in (None, x):
         add_norm_row_codes(x, added, norm, arch.rms_norm_eps, groups, flag)
     add_norm(x, x, norm, arch.rms_norm_eps)
     cos, sin = (KERNELS.tables(table).to(device) for table in rotary_tables(arch))
-    qkv, positions = zeros(rows, _qkv_width(arch)), torch.zeros(rows, dtype=torch.int64, device=device)
+    qkv = zeros(rows, _qkv_width(arch))
+    positions = torch.zeros(rows, dtype=torch.int64, device=device)
     norms = (head_norm, head_norm) if layer_parts(arch).qk_norm else None
     norm_rotate(qkv, norms, cos, sin, positions, layout, arch.rms_norm_eps)
     row_codes(zeros(rows, arch.num_heads * arch.head_dim), groups, flag)
@@ -175,7 +185,9 @@ def sweep_gradients(arch: Architecture, packs: range, device: str = "cuda") -> N
     cos, sin = (table.bfloat16().float().to(device) for table in rotary_tables(arch))
     norms = (heads, heads) if layer_parts(arch).qk_norm else None
     for tokens in packs:
-        x, qkv, inverse = every[:tokens], all_heads[:tokens], torch.ones(tokens, device=device)
+        x = every[:tokens]
+        qkv = all_heads[:tokens]
+        inverse = torch.ones(tokens, device=device)
         for around in (None, x):
             add_norm_backward(x, around, x, weight, inverse)
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -201,7 +213,8 @@ def learn(config: RunConfig, arch: Architecture, packs: Sequence[int]) -> None:
         for tokens in packs:
             batch = _batch(config, arch, tokens)
             mask = torch.ones(len(batch), int(batch.response_mask.sum(-1).max()), dtype=torch.bool)
-            logprobs, every = torch.zeros(mask.shape), torch.ones(len(batch))
+            logprobs = torch.zeros(mask.shape)
+            every = torch.ones(len(batch))
             rollouts = RolloutBatch(batch, mask, logprobs, logprobs, None, every, every.bool())
             trainer.step(rollouts, config.rollout.temperature, _scales(config, short))
     release_memory()

@@ -22,7 +22,8 @@ class Execution:
 
     def iterate(self, run: RunContext, index: int) -> dict[str, TaskResult]:
         """All steps of iteration `index`, and its commit."""
-        artifacts, results = carried(run, index), dict[str, TaskResult]()
+        artifacts = carried(run, index)
+        results = dict[str, TaskResult]()
         for planned in run.graph.steps:
             ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
             results[planned.name] = run_step(run, index, planned, ports)
@@ -137,7 +138,9 @@ def save_last(run: RunContext, execution: Execution = IN_PROCESS) -> None:
 
 def watch(run: RunContext, execution: Execution = IN_PROCESS) -> None:
     """Raises TrainingPaused, BoundError: by `alignment.stop.action`."""
-    found, step, action = _crossing(run), next_step(run) - 1, stop_bounds(run.config).action
+    found = _crossing(run)
+    step = next_step(run) - 1
+    action = stop_bounds(run.config).action
     if found is None:
         return
     assert action != "none", "nothing is crossed where nothing is judged"
@@ -168,7 +171,8 @@ class TrainingPaused(Exception):
 
 
 def _crossing(run: RunContext) -> Crossing | None:
-    bounds, last = stop_bounds(run.config), next_step(run) - 1
+    bounds = stop_bounds(run.config)
+    last = next_step(run) - 1
 
     def crossed_since(first: int) -> Crossing | None:
         return crossed(bounds, [step_metrics(run, index) for index in range(first, last + 1)])

@@ -108,7 +108,8 @@ def open_run(
             first = next(iter(source.to_check()))
             if (failure := failed_answer(first, config, verifier)) is not None:
                 console.note(failure)
-        environment, described = None, recorded_environment
+        environment = None
+        described = recorded_environment
         if config.environment is not None and replayed is None:
             environment = parts.enter_context(closing(build_environment(config.environment)))
             positions = longest_row(config, base.arch)

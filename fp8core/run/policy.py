@@ -50,7 +50,8 @@ def initial_trainer(run: RunContext) -> Trainer:
 
 def push(run: StepContext, scales: PolicyScales) -> dict[str, Any]:
     """Send the trainer's policy to the engine; the report as JSON types. Raises SyncError: what arrived differs."""
-    trainer, engine = run.trainer, run.engine
+    trainer = run.trainer
+    engine = run.engine
     # Before the engine wakes: where both share a device, the trainer's pass has its memory.
     probes, expected = trainer_probe(run, scales)
     # Where the engine sleeps, the export has the memory of what it is about to replace.

@@ -50,7 +50,8 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
     count = compared_prompts(run.config)
     problems = run.source.heldout(run.config.evaluation.prompts)[:count]
     prompts = prompt_table(run, problems)
-    tokens, names = prompts["tokens"].to_pylist(), prompts["prompt_id"].to_pylist()
+    tokens = prompts["tokens"].to_pylist()
+    names = prompts["prompt_id"].to_pylist()
     groups = groups_of(prompts.to_pylist(), run.config.seed, START, 1)
     sampling = EpisodePlayer.of(run.config, run.tokenizer, run.arch).sampling()
     finished = list[Completion]()
@@ -63,7 +64,8 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
     ours = torch.tensor([logprob for done in sampled for logprob in done.logprobs], dtype=torch.float64)
     precision = contract_in("bf16", run.config.precision)
     other = run.config.model_copy(update={"precision": precision})
-    formats, masters = rollout_formats(precision, run.arch.num_layers), run.initial_policy()
+    formats = rollout_formats(precision, run.arch.num_layers)
+    masters = run.initial_policy()
     stored = stored_weights(masters, formats.stored_names(), formats.recipe.weights)
     bf16 = Forward(Decoder(run.arch, formats), load_policy(run.arch, stored))
     with run.console.part("precision gap, scores in BF16"):
@@ -95,7 +97,8 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
 
 
 def gap_line(gap: dict[str, Any]) -> str:
-    ours, theirs = gap["accuracy"]["value"], gap["bf16_accuracy"]["value"]
+    ours = gap["accuracy"]["value"]
+    theirs = gap["bf16_accuracy"]["value"]
     prompts = counted(gap["prompts"], "prompt")
     held_out = f"held-out {ours:.3f} and {theirs:.3f} ({prompts})"
     return f"FP8 from BF16 at step 0: KL {gap['kl']:.3g} nats, {held_out}; see the report"
@@ -104,7 +107,8 @@ def gap_line(gap: dict[str, Any]) -> str:
 @torch.no_grad()
 def _logprobs_in(run: RunContext, bf16: Forward, batch: TokenBatch) -> Tensor:
     temperature = run.config.rollout.temperature
-    found, parts = list[Tensor](), [part for _, part in batch.slices(run.config.training.micro_batch)]
+    found = list[Tensor]()
+    parts = [part for _, part in batch.slices(run.config.training.micro_batch)]
     for part in parts:
         tell_progress(len(found), len(parts))
         found.append(bf16.decoder.completion_logprobs(bf16.weights, part, temperature)[0])
@@ -155,7 +159,8 @@ def right_answer(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> l
 def _calibrated(config: RunConfig, unscaled: Forward, batch: TokenBatch) -> Sequence[LayerScales]:
     if config.precision.rollout.kv_cache != "fp8":
         return ()
-    arch, formats = unscaled.decoder.arch, unscaled.decoder.formats
+    arch = unscaled.decoder.arch
+    formats = unscaled.decoder.formats
     decoder = Decoder(arch, replace(formats, attention=Bf16Attention(formats.points.weights)))
     statistics = KvStatistics(arch.num_layers)
     for _, part in batch.slices(config.training.micro_batch):

@@ -52,7 +52,8 @@ class RunSnapshot:
         return self.store.get_manifest(self.ledger.steps()[step].manifest)
 
     def config(self, step: int) -> RunConfig:
-        begun, record = reload_config(self.described.config), self.manifest(step).record
+        begun = reload_config(self.described.config)
+        record = self.manifest(step).record
         replay = begun.replay.model_copy(update={"level": record.level})
         return begun.model_copy(update={"steps": record.steps, "replay": replay})
 
@@ -85,7 +86,8 @@ def scratch_run(
 ) -> Iterator[RunContext]:
     """A scratch folder, live. Environments give the answers that were recorded in the original."""
     own = config.model_copy(update={"runs": folder.parent})
-    graph, described = graph_of(own), original.manifest(step).record.executed.get("environment")
+    graph = graph_of(own)
+    described = original.manifest(step).record.executed.get("environment")
     recorded = described if isinstance(described, dict) else {}
     with (
         RunDirectory.create_or_open(folder, origin=original.folder) as directory,
@@ -136,7 +138,8 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range) -> Iterator[
     begin(run)
     for index in steps:
         if index > START:
-            began, made = time.perf_counter(), original.config(index)
+            began = time.perf_counter()
+            made = original.config(index)
             run.config = run.config.model_copy(update={"steps": made.steps, "replay": made.replay})
             try:
                 IN_PROCESS.iterate(run, index)
@@ -150,9 +153,11 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range) -> Iterator[
 
 
 def _compare(original: RunSnapshot, run: RunContext, index: int, seconds: float) -> ReplayResult:
-    stored, ours = original.manifest(index), stored_manifest(run, index)
+    stored = original.manifest(index)
+    ours = stored_manifest(run, index)
     difference = first_difference(stored.record, ours.record, [planned.name for planned in run.graph.steps])
-    level, made = run.config.replay.level, sum(len(outputs) for outputs in ours.record.outputs.values())
+    level = run.config.replay.level
+    made = sum(len(outputs) for outputs in ours.record.outputs.values())
     why = tuple(_causes(stored.record, ours.record))
     if difference is None:
         return ReplayResult(index, "equal", level, made, seconds, why)

@@ -50,7 +50,9 @@ from fp8core.training.trainer import NotFiniteError, SftTrainer
 
 def warm_start(run: RunContext) -> TaskResult:
     def body() -> dict[str, Ref]:
-        store, weights, outputs = run.store, run.base, dict[str, Ref]()
+        store = run.store
+        weights = run.base
+        outputs = dict[str, Ref]()
         if run.config.warm_start is not None:
             outputs["weights"], weights = shared_weights(run, run.config.warm_start)
         digest = masters_digest(weights, _digest_device(run.config.training))
@@ -115,7 +117,8 @@ def first_stream(run: RunContext) -> TaskResult:
 def precision_gap(run: RunContext, scales: Ref, evaluation: Ref) -> TaskResult:
     def body() -> dict[str, Ref]:
         store = run.store
-        in_force, measured = read_scales(run, scales), store.get_json(evaluation)
+        in_force = read_scales(run, scales)
+        measured = store.get_json(evaluation)
         if run.directory.ledger.step(START) is not None:
             # The first evaluation is over, and has not pushed.
             push(run, in_force)
@@ -129,7 +132,8 @@ def shared_weights(run: RunContext, config: WarmStartConfig) -> tuple[Ref, FileT
     own = config.demonstrations is not None
     rows = own_demonstrations(run.config, config, run.tokenizer, run.arch.max_positions) if own else None
     shelf = run.config.runs.absolute() / "warm_starts"
-    store, entry = ArtifactStore(shelf), shelf / f"{_warm_start_key(run, rows)}.json"
+    store = ArtifactStore(shelf)
+    entry = shelf / f"{_warm_start_key(run, rows)}.json"
     if entry.exists():
         try:
             ref = parse_model(entry.read_bytes(), Ref, entry)
@@ -242,10 +246,12 @@ class ReferenceSftTrainer:
         formats = self._decoder.formats
         stored = stored_weights(self._masters, formats.stored_names(), formats.recipe.weights)
         weights = load_policy(self._decoder.arch, stored, self._masters)
-        total, tokens = torch.zeros(()), 0
+        total = torch.zeros(())
+        tokens = 0
         for part in _by_length(batch):
             logprobs, _ = self._decoder.completion_logprobs(weights, part, temperature=1.0)
-            total, tokens = total - logprobs.sum(), tokens + logprobs.numel()
+            total = total - logprobs.sum()
+            tokens = tokens + logprobs.numel()
         return total / tokens
 
 

@@ -45,7 +45,8 @@ def metric_differences(
     names = sorted({*ours, *theirs}, key=lambda name: (_rank(name.partition("/")[0], _SECTIONS), name))
     found = []
     for name in names:
-        left, right = ours.get(name), theirs.get(name)
+        left = ours.get(name)
+        right = theirs.get(name)
         if left is None or right is None or abs(left - right) > max(absolute, relative * max(abs(left), abs(right))):
             found.append(Difference(name, left, right))
     return found
@@ -128,7 +129,8 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
     explained |= {found.path for found in configuration}
     notes = {found.path: found for found in settings if _section(found) in NON_NUMERIC_KEYS}
     circumstances: dict[str, tuple[int, Difference]] = {}
-    first_step, first_metric = None, None
+    first_step = None
+    first_metric = None
     order = [planned.name for planned in ours.config.pipeline.steps] if ours.config is not None else []
     for step in common:
         here, there = (ArtifactStore(run.folder).get_manifest(run.steps[step].entry.manifest).record for run in runs)

@@ -77,7 +77,8 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         self._prepared: dict[StoredNames, PreparedWeights] = {}
         self._optimiser = Optimiser(training.optimiser, self._policy.trainable)
         tiles = sampled_tiles(learning_linears(parameter_shapes(arch), training.lora))
-        names, grouping = shipped_formats.stored_names(), shipped_formats.recipe.weights
+        names = shipped_formats.stored_names()
+        grouping = shipped_formats.recipe.weights
         # Every rank has all of them.
         self._gain = UpdateGain(tiles, self._tiles, names.of, grouping, list)
 
@@ -155,7 +156,8 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         return FlatScores(*self._decoder.completion_logprobs(weights, batch, temperature, scales, observe))
 
     def _prepare(self, formats: Formats) -> PreparedWeights:
-        names, grouping = formats.stored_names(), formats.recipe.weights
+        names = formats.stored_names()
+        grouping = formats.recipe.weights
         if names not in self._prepared:
             stored = stored_weights(self._policy.weights(), names, grouping)
             self._prepared[names] = PreparedWeights(stored, grouping)
@@ -195,14 +197,16 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
     def load(self, folder: Path) -> None:
         state = read_state(folder)
         check_base(folder, self._policy.base, state)
-        saved, moments = read_tensors(folder / MASTERS), read_tensors(folder / OPTIMISER)
+        saved = read_tensors(folder / MASTERS)
+        moments = read_tensors(folder / OPTIMISER)
         check_shapes(folder / MASTERS, saved, self._policy.trainable)
         check_shapes(folder / OPTIMISER, moments, self._optimiser.like(moments))
         self._optimiser.state = dict(moments)
         for name, tensor in self._policy.trainable.items():
             tensor.data.copy_(saved[name])
         self._changed()
-        self.version, self._updates = state.version, state.updates
+        self.version = state.version
+        self._updates = state.updates
         check_digest(folder, self.digest(), state)
 
 

@@ -16,7 +16,8 @@ from fp8core.models.weights import is_linear
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.lora import merged_weight, with_gradients
 
-LEFT, RIGHT = ".lora_B.weight", ".lora_A.weight"
+LEFT = ".lora_B.weight"
+RIGHT = ".lora_A.weight"
 _WEIGHT = ".weight"
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -63,7 +64,8 @@ class Adapters:
 
     def __init__(self, shapes: Shapes, lora: LoraConfig, seed: int, device: torch.device) -> None:
         """A is drawn as PEFT draws it (uniform within 1 / sqrt(in)), each from the seed and its name; B is 0."""
-        self._lora, self.factor = lora, lora.alpha / lora.rank
+        self._lora = lora
+        self.factor = lora.alpha / lora.rank
         self.trainable = {
             name: torch.zeros(shape, device=device) for name, shape in adapter_shapes(shapes, lora).items()
         }

@@ -32,7 +32,8 @@ WORKSPACE = 2_000_000_000
 # CUDA context, communication. An estimate.
 AT_REST = 2_000_000_000
 MomentFormat = Literal["fp32", "bf16"]
-MASTER_WEIGHTS, MOMENTS = "master weights", "optimiser states"
+MASTER_WEIGHTS = "master weights"
+MOMENTS = "optimiser states"
 """The items that stay between steps and are in a checkpoint."""
 
 
@@ -77,7 +78,8 @@ def _moments(config: RunConfig, shapes: Shapes, gpus: int, form: MomentFormat, o
 
 def adapted_state(config: RunConfig, arch: Architecture, gpus: int, form: MomentFormat) -> tuple[Need, ...]:
     """Where adapters learn, each GPU has all of them."""
-    lora, shapes = config.training.lora, parameter_shapes(arch)
+    lora = config.training.lora
+    shapes = parameter_shapes(arch)
     assert lora is not None, "the caller asked"
     trainable = adapter_shapes(shapes, lora)
     return (
@@ -89,7 +91,8 @@ def adapted_state(config: RunConfig, arch: Architecture, gpus: int, form: Moment
 
 def gradients(config: RunConfig, arch: Architecture, note: str) -> Need:
     """Gradients of all weights, or of adapters and of the widest linear, whose gradient goes on to them."""
-    lora, shapes = config.training.lora, parameter_shapes(arch)
+    lora = config.training.lora
+    shapes = parameter_shapes(arch)
     if lora is None:
         return Need("gradients", count(shapes) * FP32_BYTES, note)
     fused: dict[tuple[int | None, str], int] = {}

@@ -95,7 +95,9 @@ def _head_dim(hf: Any) -> int:
 
 
 def _unsupported(hf: Any, family: Family) -> Iterator[Finding]:
-    heads, kv_heads, head_dim = hf.num_attention_heads, hf.num_key_value_heads, _head_dim(hf)
+    heads = hf.num_attention_heads
+    kv_heads = hf.num_key_value_heads
+    head_dim = _head_dim(hf)
     if heads % kv_heads:
         yield "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}"
     if head_dim % 2:
@@ -114,7 +116,8 @@ def _unsupported(hf: Any, family: Family) -> Iterator[Finding]:
 
 def _rope(hf: Any, where: str) -> tuple[float, RopeScaling | None]:
     parameters = hf.rope_parameters
-    kind, share = parameters.get("rope_type"), parameters.get("partial_rotary_factor", 1.0)
+    kind = parameters.get("rope_type")
+    share = parameters.get("partial_rotary_factor", 1.0)
     if share != 1:
         raise _refused(where, "partial_rotary_factor", share, "supported: 1")
     if kind == "default":

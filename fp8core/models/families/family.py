@@ -84,7 +84,8 @@ class Family:
         """Name and shape of every parameter, in the Hugging Face layout (`out x in` for linears)."""
         shapes: Shapes = {"model.embed_tokens.weight": (arch.vocab_size, arch.hidden_size)}
         for i in range(arch.num_layers):
-            prefix, norm = f"model.layers.{i}", (arch.hidden_size,)
+            prefix = f"model.layers.{i}"
+            norm = (arch.hidden_size,)
             shapes[f"{prefix}.{self.layer.attention_norm}.weight"] = norm
             shapes |= self._attention_shapes(f"{prefix}.self_attn", arch)
             shapes[f"{prefix}.{self.layer.mlp_norm}.weight"] = norm
@@ -98,7 +99,8 @@ class Family:
         return shapes
 
     def _attention_shapes(self, prefix: str, arch: Architecture) -> Shapes:
-        query, key = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        query = arch.num_heads * arch.head_dim
+        key = arch.num_kv_heads * arch.head_dim
         sizes = {"q": query, "k": key, "v": key}
         shapes: Shapes = {f"{prefix}.{name}_proj.weight": (size, arch.hidden_size) for name, size in sizes.items()}
         if self.layer.qkv_bias:

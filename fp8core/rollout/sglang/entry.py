@@ -112,7 +112,8 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
 
 
 def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
-    rollout, head = config.rollout, config.precision.rollout.head
+    rollout = config.rollout
+    head = config.precision.rollout.head
     if config.precision.rollout.linear == "fp8_block":
         rows = range(1, max(rollout.sglang.chunked_prefill_size, rollout.max_batch) + 1)
         yield from layer_products(arch, rows)

@@ -28,7 +28,8 @@ from fp8core.resources.memory import cache_bytes_per_token
 from fp8core.rollout.aligned import POINTS, aligned_config, is_aligned
 from fp8core.rollout.resident import executed_formats
 
-REGISTERED, ALIGNED = "fp8_grpo", "fp8_grpo_aligned"
+REGISTERED = "fp8_grpo"
+ALIGNED = "fp8_grpo_aligned"
 """Names in SGLang: of our quantisation method, attention backend and sampler; of attention and sampler as we train."""
 WORKER = "fp8core.rollout.sglang.worker.answer"
 # FlashAttention 3 with the policy's scales, and ours for all steps.

@@ -52,7 +52,8 @@ def contract_refusals(contract: PrecisionContract, options: VllmConfig, build: E
         yield from aligned_refusals(_ALIGNED, contract)
     else:
         yield from stock_refusals(contract, build)
-    points, possible = contract.rounding_points, _possible_points(options, build)
+    points = contract.rounding_points
+    possible = _possible_points(options, build)
     if points not in ("stepwise", *possible):
         graphs = f"rollout.vllm.graphs={str(options.graphs).lower()}"
         yield (
@@ -145,7 +146,8 @@ def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
     # vLLM is optional, and reads its environment when it is imported.
     from fp8core.rollout.vllm.engine import VllmEngine
 
-    rollout, build = config.rollout, find_build(this_platform())
+    rollout = config.rollout
+    build = find_build(this_platform())
     return VllmEngine(arch, config.precision, _options(config), rollout.max_batch, build, routes=rollout.router_replay)
 
 
@@ -200,7 +202,8 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
 
 def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
     """A step has any number of tokens: those of prompts and, of each request that decodes, one."""
-    rollout, shared = config.rollout, config.rollout.vllm.tensor_parallel
+    rollout = config.rollout
+    shared = config.rollout.vllm.tensor_parallel
     rows = range(1, max(rollout.vllm.batched_tokens, rollout.max_batch) + 1)
     if config.precision.rollout.linear == "fp8_block":
         if rollout.vllm.model == "aligned":

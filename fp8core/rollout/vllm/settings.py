@@ -211,7 +211,8 @@ def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterator[s
         if is_linear(name) and ".experts." not in name and formats.of(name) != "fp8_block":
             yield name.removesuffix(".weight")
     for layer in range(arch.num_layers) if arch.experts else ():
-        mlp, sparse = f"model.layers.{layer}.mlp", layer in arch.sparse_layers
+        mlp = f"model.layers.{layer}.mlp"
+        sparse = layer in arch.sparse_layers
         if sparse:
             yield f"{mlp}.gate"
         if formats.layers[layer] != "fp8_block":
@@ -238,7 +239,8 @@ def executed_points(described: Mapping[str, Any], build: EngineBuild) -> str:
     """Those of the contract that these kernels have, or what runs where they have none of them."""
     if is_aligned(described):
         return POINTS
-    operations, norms = described["custom_ops"], set(described["norms"])
+    operations = described["custom_ops"]
+    norms = set(described["norms"])
     compiled = described["compilation"] != "NONE"
     if not build.on_gpu:
         return "compiled for a CPU" if compiled else "native"

@@ -98,7 +98,8 @@ def parameters(arch: Architecture, megatron: MegatronConfig, style: Style, exper
 
 
 def _attention(parts: LayerParts, style: Style, into: str, source: str) -> Iterator[Parameter]:
-    linear, projections = f"{into}.self_attention.linear_qkv", f"{source}.self_attn"
+    linear = f"{into}.self_attention.linear_qkv"
+    projections = f"{source}.self_attn"
     norm = f"{linear}.layer_norm_weight" if style.norms_in_linears else f"{into}.input_layernorm.weight"
     yield Parameter(norm, (f"{source}.{parts.attention_norm}.weight",))
     qkv = tuple(f"{projections}.{name}_proj.weight" for name in "qkv")
@@ -233,7 +234,8 @@ def gathered(
     own = (rank, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
     specs_by_rank: list[tuple[ParallelRank, dict[str, Spec]]] = [own] * get_world_size()
     all_gather_object(specs_by_rank, own)
-    first, parts = get_rank() == 0, dict[ParallelRank, dict[str, Tensor]]()
+    first = get_rank() == 0
+    parts = dict[ParallelRank, dict[str, Tensor]]()
     for process, name in senders(specs_by_rank):
         of, specs = specs_by_rank[process]
         dtype, shape = specs[name]

@@ -45,7 +45,8 @@ def machine_refusals(config: RunConfig, node: Node) -> Iterator[str]:
         yield "training.trainer=megatron: Megatron trains on GPUs, and torch sees none here; set it to torch"
         return
     yield from _missing(node)
-    contract, rules = config.precision.training, config.precision.recipe
+    contract = config.precision.training
+    rules = config.precision.recipe
     if contract.linear == "fp32":
         yield "precision.training.linear=fp32: Megatron computes in BF16 or block FP8; set it to bf16 or fp8_block"
     if contract.linear == "fp8_block" and rules.activations.rule != rules.weights.rule:
@@ -83,7 +84,8 @@ def grid_refusals(
 ) -> Iterator[str]:
     """A message for all that Megatron or Transformer Engine would refuse later; `longest`: tokens of a sequence."""
     yield from family_of(arch).refusals("megatron", "training.trainer=megatron")
-    tensor, expert = megatron.tensor_parallel, megatron.expert_parallel
+    tensor = megatron.tensor_parallel
+    expert = megatron.expert_parallel
     yield from _remainder("tensor_parallel", tensor, arch.num_kv_heads, "KV heads")
     yield from _remainder("tensor_parallel", tensor, arch.intermediate_size, "columns of the MLP")
     if arch.experts is None:
@@ -106,7 +108,8 @@ def grid_refusals(
 
 def _partial_sides(arch: Architecture, tensor: int) -> list[int]:
     """Sides of a GPU's share of linears that are no multiples of 128."""
-    query, keys = arch.num_heads * arch.head_dim // tensor, arch.num_kv_heads * arch.head_dim // tensor
+    query = arch.num_heads * arch.head_dim // tensor
+    keys = arch.num_kv_heads * arch.head_dim // tensor
     sides = [arch.hidden_size, query, query + 2 * keys]
     if len(arch.sparse_layers) < arch.num_layers:
         sides.append(arch.intermediate_size // tensor)
@@ -126,7 +129,9 @@ def _refusal(name: str, value: object, reason: str) -> str:
 
 # Of `training.megatron.model`: elements of a part's logits, and how many tensors of that size there are at a time. The
 # gradient of the head's weight is added up in FP32 beside that of a part.
-_LOGITS, _LOGIT_TENSORS, _HEAD_GRADIENTS = 1 << 27, 4, 2
+_LOGITS = 1 << 27
+_LOGIT_TENSORS = 4
+_HEAD_GRADIENTS = 2
 # Norms, rotary, SwiGLU and attention keep their inputs; an FP8 linear keeps codes of its own by rows and by columns.
 _COPIES = 2
 _REPEATABLE = "repeatable backward; none with training.deterministic=false"
@@ -183,7 +188,8 @@ def _head(config: RunConfig, arch: Architecture, tensor: int) -> int:
 def _activations(config: RunConfig, arch: Architecture, tensor: int) -> int:
     """Bytes of all layers' activations, or of their inputs and one layer that is recomputed."""
     spread = config.training.megatron
-    hidden, heads = arch.hidden_size, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+    hidden = arch.hidden_size
+    heads = (arch.num_heads + arch.num_kv_heads) * arch.head_dim
     width = arch.intermediate_size
     if (experts := arch.experts) is not None:
         width = experts.per_token * (experts.intermediate_size + hidden)

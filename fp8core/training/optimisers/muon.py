@@ -18,7 +18,9 @@ from fp8core.numerics.gemm import fp32_product, sliced_gemm
 from fp8core.training.optimisers.adamw import adamw_rule
 from fp8core.training.optimisers.optimiser import OptimiserEntry, Parameter, Update, UpdateRule
 
-_STEPS, _COEFFICIENTS, _EPS = 5, (3.4445, -4.7750, 2.0315), 1e-7
+_STEPS = 5
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_EPS = 1e-7
 
 
 class Muon(NamedTuple):

@@ -159,13 +159,16 @@ _TRAVELLING = 4
 
 def _activations(config: RunConfig, arch: Architecture) -> int:
     """Blocks, rotary positions and attention keep this of a pass for its backward."""
-    hidden, query = arch.hidden_size, arch.num_heads * arch.head_dim
-    every, width = query + 2 * arch.num_kv_heads * arch.head_dim, arch.intermediate_size
+    hidden = arch.hidden_size
+    query = arch.num_heads * arch.head_dim
+    every = query + 2 * arch.num_kv_heads * arch.head_dim
+    width = arch.intermediate_size
     # Inputs of the four linears: column codes, or the BF16 tensors.
     inputs = (2 * hidden + query + width) * (1 if config.precision.training.linear == "fp8_block" else BF16_BYTES)
     inside = inputs + BF16_BYTES * (2 * hidden + 2 * every + query + 2 * width)
     # A layer that is computed again keeps the stream before both halves, attention's result and its log-sum-exps.
-    outside, layers = BF16_BYTES * (2 * hidden + query) + FP32_BYTES * arch.num_heads, arch.num_layers
+    outside = BF16_BYTES * (2 * hidden + query) + FP32_BYTES * arch.num_heads
+    layers = arch.num_layers
     kept = outside * layers + inside if config.training.activation_checkpointing else inside * layers
     return _longest_pack(config, arch) * kept
 

@@ -57,8 +57,10 @@ def units_of(arch: Architecture) -> list[Unit]:
 
 def layer_stacks(arch: Architecture, index: int) -> dict[str, Stack]:
     layer = layer_parts(arch)
-    hidden, width = (arch.hidden_size,), arch.intermediate_size
-    query, key = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    hidden = (arch.hidden_size,)
+    width = arch.intermediate_size
+    query = arch.num_heads * arch.head_dim
+    key = arch.num_kv_heads * arch.head_dim
 
     def stack(shape: tuple[int, ...], *parts: tuple[str, int]) -> Stack:
         return Stack(tuple((f"model.layers.{index}.{name}.weight", rows) for name, rows in parts), shape)
@@ -89,7 +91,8 @@ class SharedRows:
     """The rows of all parameters that one rank has. `shapes`: whole ones, by Hugging Face name."""
 
     def __init__(self, arch: Architecture, ranks: Ranks) -> None:
-        self.units, self._ranks = units_of(arch), ranks
+        self.units = units_of(arch)
+        self._ranks = ranks
         self._stacks = {name: stack for unit in self.units for name, stack in unit.items()}
         self.shapes = {name: (rows, *stack.width) for stack in self._stacks.values() for name, rows in stack.parts}
 
@@ -116,7 +119,8 @@ class SharedRows:
 
     def joined(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `gathered`, one layer at a time; tensors by Hugging Face name, scales by theirs."""
-        shapes, joined = self.shapes, dict[str, Tensor]()
+        shapes = self.shapes
+        joined = dict[str, Tensor]()
         for _, names in groupby(made, layer_of):
             unit = list(names)
             bases = [name.removesuffix(SCALE_SUFFIX) for name in unit]
@@ -156,7 +160,8 @@ class SharedRows:
                 for rank, rows_of_rank in enumerate(parts):
                     own = own_rows(rows, rank, count)
                     rows_of_rank.append(part[own.start : own.stop].reshape(-1))
-        names, received = list(gradients), self._ranks.exchange([torch.cat(rows_of_rank) for rows_of_rank in parts])
+        names = list(gradients)
+        received = self._ranks.exchange([torch.cat(rows_of_rank) for rows_of_rank in parts])
 
         def summed() -> dict[str, Tensor]:
             total, *others = received()
@@ -170,7 +175,8 @@ class SharedRows:
         return summed
 
     def slice_of(self, name: str, own: Tensor) -> Slice:
-        rows, shape = self.rows_of(name), self.shapes[name]
+        rows = self.rows_of(name)
+        shape = self.shapes[name]
         ends = math.prod(shape) * own.itemsize if rows.stop == shape[0] and len(rows) else None
         return Slice(own, rows.start * math.prod(shape[1:]) * own.itemsize, ends)
 
@@ -179,7 +185,8 @@ class SharedRows:
 
     def _pieces(self, tensor: Tensor, parts: Sequence[int], step: int) -> list[list[int]]:
         """Bytes of each part of a tensor on each rank."""
-        row, count = math.prod(tensor.shape[1:]) * tensor.itemsize, self._ranks.count
+        row = math.prod(tensor.shape[1:]) * tensor.itemsize
+        count = self._ranks.count
         return [[math.ceil(len(own_rows(rows, rank, count)) / step) * row for rank in range(count)] for rows in parts]
 
 
@@ -281,7 +288,8 @@ class PassMasters(Masters):
     def kept(self, name: str, gradient: Tensor) -> None:
         expected = self._order[self._exchanges % len(self._order)]
         assert name == expected, f"a backward gave {name} where ranks exchange {expected}"
-        arriving, self._travelling = self._travelling, self.summing({name: gradient})
+        arriving = self._travelling
+        self._travelling = self.summing({name: gradient})
         self._exchanges += 1
         self._add(arriving())
 
@@ -294,7 +302,8 @@ class PassMasters(Masters):
         while self._exchanges < passes * len(self._order):
             name = self._order[self._exchanges % len(self._order)]
             self.kept(name, torch.zeros(self._stacks[name].shape, device=self._own[name].device))
-        arriving, self._travelling = self._travelling, dict
+        arriving = self._travelling
+        self._travelling = dict
         self._add(arriving())
 
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -306,12 +315,15 @@ class PassMasters(Masters):
         return gradients
 
     def drop_gradients(self) -> None:
-        self._sums, self._exchanges, self._travelling = {}, 0, dict
+        self._sums = {}
+        self._exchanges = 0
+        self._travelling = dict
 
 
 def _taken(collector: Tensor) -> Tensor:
     """The gradient, which the collector gives away; zeros where no part of this rank has reached it."""
-    gradient, collector.grad = collector.grad, None
+    gradient = collector.grad
+    collector.grad = None
     return torch.zeros_like(collector, memory_format=torch.contiguous_format) if gradient is None else gradient
 
 

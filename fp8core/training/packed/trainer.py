@@ -79,7 +79,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         seed: int = 0,
     ) -> None:
         super().__init__(training, objective, ranks)
-        self.arch, self._formats, self._device = arch, formats, device
+        self.arch = arch
+        self._formats = formats
+        self._device = device
         self._flag = FiniteFlag(device)
         names = [linear.name for linear in formats.training.linears]
         blocks: dict[str, Blocks] = {
@@ -94,7 +96,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             self._masters = PassMasters(arch, masters, device, ranks)
         else:
             self._masters = Masters(arch, masters, device, ranks)
-        recompute, keep = training.activation_checkpointing, self._masters.kept
+        recompute = training.activation_checkpointing
+        keep = self._masters.kept
         self._decoder = PackedDecoder(arch, linears, device, recompute, keep)
         for name, collector in self._decoder.named_parameters():
             collector.requires_grad_(self._masters.collects(name))
@@ -105,7 +108,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._optimiser = InPlaceOptimiser(training.optimiser, self._masters.trainable(), self._masters.learnt_shapes)
         tiles = sampled_tiles(learning_linears(self._masters.shapes, training.lora))
         own = [tile for tile in tiles if tile.row in self._masters.rows_of(tile.name)]
-        stored, grouping = formats.rollout.stored_names(), formats.rollout.recipe.weights
+        stored = formats.rollout.stored_names()
+        grouping = formats.rollout.recipe.weights
         self._gain = UpdateGain(own, self._masters.tiles, stored.of, grouping, ranks.joined)
 
     @property
@@ -193,7 +197,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             hidden = self._hidden(pack, self._attention, scales, statistics)
             # Each written token is predicted by the position before it.
             head = PackedHead(weights, self._formats.training.head.output, temperature)
-            master, targets = self._decoder.head_weight()[0], pack.tokens[pack.target_positions]
+            master = self._decoder.head_weight()[0]
+            targets = pack.tokens[pack.target_positions]
             logprobs, entropy = chunked_logprobs(hidden[pack.target_positions - 1], master, head, targets)
             return FlatScores(logprobs.cpu(), entropy.cpu())
 
@@ -270,8 +275,10 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     def save(self, folder: Path) -> None:
         """The files do not depend on the number of ranks, each of which writes its rows."""
-        moments, form = self._optimiser.moments(), STORED[self._config.optimiser.state]
-        shapes, digest = self._masters.learnt_shapes, self.digest()
+        moments = self._optimiser.moments()
+        form = STORED[self._config.optimiser.state]
+        shapes = self._masters.learnt_shapes
+        digest = self.digest()
         masters = [StoredSpec(name, "F32", shape) for name, shape in shapes.items()]
         specs = [StoredSpec(name, form, shapes[name.partition("/")[2]]) for name in moments]
 
@@ -309,21 +316,24 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
         state = together(self._ranks, read)[0]
         self._decoder.drop_weights()
-        self.version, self._updates = state.version, state.updates
+        self.version = state.version
+        self._updates = state.updates
         self._optimiser.updates = state.updates
         check_digest(folder, self.digest(), state)
 
 
 def pass_cost(arch: Architecture, lengths: Sequence[int]) -> int:
     """Multiplications of a forward pass over sequences of these lengths."""
-    multiplied, attended = count_parameters(arch).linear, arch.num_heads * arch.head_dim * arch.num_layers
+    multiplied = count_parameters(arch).linear
+    attended = arch.num_heads * arch.head_dim * arch.num_layers
     return sum(length * (multiplied + attended * length) for length in lengths)
 
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
     """torch has one switch for the whole process."""
-    before, settings = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled()
+    settings = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted or before)
     # Filling what is about to be overwritten costs a pass over memory and changes no result.
@@ -343,7 +353,8 @@ class InPlaceOptimiser:
     """Own rows of tensors that all learn in each update. `shapes`: of the whole tensors."""
 
     def __init__(self, settings: OptimiserConfig, masters: Mapping[str, Tensor], shapes: Shapes) -> None:
-        self._masters, self._dtype = dict(masters), _FORMATS[settings.state]
+        self._masters = dict(masters)
+        self._dtype = _FORMATS[settings.state]
         self._rules = rules_of(settings, shapes, "kernels")
         self.updates = 0
         self._moments: dict[str, Tensor] | None = None
@@ -361,7 +372,8 @@ class InPlaceOptimiser:
 
     def update(self, gradients: Mapping[str, Tensor], learning_rate: float, gradient_factor: float) -> None:
         self.updates += 1
-        update, state = Update(self.updates, learning_rate, gradient_factor), self.moments()
+        update = Update(self.updates, learning_rate, gradient_factor)
+        state = self.moments()
         for name, master in self._masters.items():
             if len(master):
                 rule = self._rules[name]
