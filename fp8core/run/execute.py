@@ -186,6 +186,7 @@ def commit_step(run: RunContext, index: int) -> None:
         )
     )
     run.store.shards(index).clear()
+    run.store.forget_tables()
 
 
 def step_metrics(run: RunContext, index: int) -> dict[str, float]:

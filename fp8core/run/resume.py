@@ -112,6 +112,8 @@ def _redo(run: RunContext, index: int, planned: PlannedStep) -> None:
     with task_errors(index, planned.name):
         ports: dict[str, Ref] = import_step(planned.uses)(run, index, planned.options, **inputs)
     made = {planned.outputs[port]: ref for port, ref in ports.items()}
+    # Of many steps that are redone, no commit would let them go.
+    run.store.forget_tables()
     differing = next((name for name, ref in expected.items() if made[name].digest != ref.digest), None)
     if differing is None:
         return

@@ -95,6 +95,8 @@ class ArtifactStore:
         """Missing files are read from the directory `origin`."""
         self._root = root
         self._origin = origin
+        self._step_tables: dict[Ref, pa.Table | None] = {}
+        """Tables that were put since `forget_tables`; None until a reader has parsed the file."""
 
     def path(self, ref: Ref) -> Path:
         own = self._root / ref.uri
@@ -113,10 +115,26 @@ class ArtifactStore:
         durable.ensure_copy(self._root / ref.uri, found, ref.digest)
 
     def put_table(self, kind: str, table: pa.Table) -> Ref:
-        return self._commit(kind, "parquet", encode_table(table))
+        ref = self._commit(kind, "parquet", encode_table(table))
+        self._step_tables.setdefault(ref, None)
+        return ref
 
     def get_table(self, ref: Ref, columns: Sequence[str] | None = None) -> pa.Table:
-        return _decoded(self._read(ref), ref.kind, self.path(ref), columns)
+        """In the order of `columns`, without those that the table lacks. A table of this step is parsed once."""
+        if ref not in self._step_tables:
+            return _decoded(self._read(ref), ref.kind, self.path(ref), columns)
+        table = self._step_tables.get(ref)
+        if table is None:
+            # Read back: a table that was built may have other types than the file gives to a process that resumes.
+            table = _decoded(self._read(ref), ref.kind, self.path(ref))
+            self._step_tables[ref] = table
+        if columns is None:
+            return table
+        return table.select([name for name in dict.fromkeys(columns) if name in table.column_names])
+
+    def forget_tables(self) -> None:
+        """At the end of a step: its tables leave the memory."""
+        self._step_tables.clear()
 
     def put_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> Ref:
         copies = {

@@ -48,6 +48,18 @@ def test_a_table_comes_back_and_equal_rows_have_equal_bytes(store: ArtifactStore
     assert store.get_table(store.put_table("notes", table.slice(0, 0))).equals(table.slice(0, 0))
 
 
+def test_a_table_is_parsed_once_until_its_step_ends(store: ArtifactStore, table: pa.Table, tmp_path: Path) -> None:
+    ref = store.put_table("notes", table)
+    assert store.get_table(ref, ["text"]).column_names == ["text"]
+    (tmp_path / ref.uri).unlink()
+    assert store.get_table(ref).equals(table)
+    # As from a file: in the order that the reader names, without columns that are not there.
+    assert store.get_table(ref, ["tokens", "experts", "group"]).equals(table.select(["tokens", "group"]))
+    store.forget_tables()
+    with pytest.raises(ArtifactError, match="the file is missing"):
+        store.get_table(ref)
+
+
 def test_tensors_come_back_whatever_their_strides_and_sharing(store: ArtifactStore) -> None:
     weight = torch.randn(4, 6)
     tensors = {
