@@ -87,7 +87,7 @@ class Metric:
             return [row[self.name]] if self.name in row else []
         return [value for name, value in row.items() if fnmatchcase(name, self.name)]
 
-    def drawn(self, row: Row) -> float:
+    def chart_value(self, row: Row) -> float:
         """The y of a step that has the metric: the largest value, or its distance from an ideal other than 0."""
         value = max(self.values(row))
         if self.curve is not None and self.curve.over:

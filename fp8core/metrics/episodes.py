@@ -60,17 +60,17 @@ def turn_metrics(turns: pa.Table, rollouts: pa.Table, logprobs: pa.Table, rows: 
         for rows_of in episodes
         if rows_of[-1]["turn"]
     ]
-    told: dict[str, list[float]] = {}
+    infos: dict[str, list[float]] = {}
     for row in table:
         for name, value in json.loads(row["info"] or "{}").items():
-            told.setdefault(name, []).append(value)
+            infos.setdefault(name, []).append(value)
     finishes = Counter(rollouts["finish"].to_pylist())
     return {
         **{f"environment/{name}": value for name, value in episode_means(episodes).items()},
         _TURNS_MAX.name: float(max(rows_of[-1]["turn"] for rows_of in episodes)),
         _OBSERVATION_TOKENS.name: sum(observed) / len(episodes),
         **{f"environment/ended_{name}": finishes[name] / len(episodes) for name in _ENDS},
-        **{f"environment/info_{name}": sum(values) / len(values) for name, values in sorted(told.items())},
+        **{f"environment/info_{name}": sum(values) / len(values) for name, values in sorted(infos.items())},
         **mismatch_by_turn(table, rollouts, logprobs, rows),
     }
 

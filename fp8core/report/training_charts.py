@@ -36,7 +36,7 @@ def curve_chart(metric: Metric, runs: Sequence[tuple[str, History]], bounds: Seq
     series = []
     for style, (label, history) in enumerate(runs):
         rows = [row for row in history if metric.values(row)]
-        series.append(Series(label, [row[STEP] for row in rows], [metric.drawn(row) for row in rows], style))
+        series.append(Series(label, [row[STEP] for row in rows], [metric.chart_value(row) for row in rows], style))
     scale: Literal["log", "linear"] = "log" if curve.log else "linear"
     lines = bounds or [Bound(name, y) for name, y in curve.bounds.items()]
     y_label = curve.y_label or metric.unit
@@ -96,7 +96,7 @@ def bound_lines(runs: Sequence[tuple[str, StopBounds | None]]) -> Bounds:
         holders: dict[float, list[str]] = defaultdict(list)
         for label, bounds in runs:
             if metric.curve is not None and bounds is not None and name in bounds.limits:
-                holders[metric.drawn({metric.name: bounds.limits[name]})].append(label)
+                holders[metric.chart_value({metric.name: bounds.limits[name]})].append(label)
         for value, labels in holders.items():
             # A chart of shares has no line of a bound that is a count.
             if math.isfinite(value):

@@ -135,3 +135,11 @@ def test_texts_of_others_are_escaped_and_turn_and_hide_nothing(whole_run) -> Non
         assert "secret" not in ours
     shown = Page(named)
     assert shown.tags.count("script") == len(shown.figures) + 2
+
+
+def test_metrics_of_own_steps_have_a_section(whole_run) -> None:
+    run = read_run(whole_run.folder, "whole")
+    own = replace(run, history=[{**row, "tone/polite": row["step"] / 4} for row in run.history])
+    page = Page(report_html([own]))
+    assert "tone/polite" in page.figures
+    assert page.sections == [*SECTIONS[:5], "own", *SECTIONS[5:]]
