@@ -71,7 +71,7 @@ class Member:
     def call(self, key: str, method: str, *arguments: Any) -> Any:
         return getattr(self._parts[key], method)(*arguments)
 
-    def hand(self, key: str, method: str, part: str, *arguments: Any) -> Any:
+    def call_with_part(self, key: str, method: str, part: str, *arguments: Any) -> Any:
         return getattr(self._parts[key], method)(self._parts[part], *arguments)
 
     def drop(self, key: str) -> None:

@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import ray
 
-from fp8core.cluster.gang import Call, Handle, WorkerGroup
 from fp8core.cluster.member import HostProcess
 from fp8core.cluster.parts import EnginePart, PolicyExport, TrainerPart, build_sft
 from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Rendezvous
+from fp8core.cluster.worker_group import Call, Handle, WorkerGroup
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
 from fp8core.errors import MemberLost, UserError
@@ -98,76 +98,76 @@ class Cluster:
 
     def replace(self) -> None:
         """Raises MemberLost: its processes do not start, or cannot find each other; the caller may try once more."""
-        self.gang.close()
+        self.workers.close()
         try:
-            self._open(self.gang.unit)
+            self._open(self.workers.unit)
         except UserError as error:
             raise MemberLost(str(error)) from error
 
     def build_engine(self, config: RunConfig, arch: Architecture) -> "ReplicatedEngine":
-        key = self._build(self.gang.engines, EnginePart, (), config, arch)
-        return ReplicatedEngine(self.gang, key, self._store, config.cluster.placement == "colocated")
+        key = self._build(self.workers.engines, EnginePart, (), config, arch)
+        return ReplicatedEngine(self.workers, key, self._store, config.cluster.placement == "colocated")
 
     def build_trainer(self, config: RunConfig, arch: Architecture, masters: TensorSource) -> "RankedTrainer":
         config = config.model_copy(update={"loss": shared_loss(config.loss)})
-        key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, masters)
-        return RankedTrainer(self.gang, key, arch)
+        key = self._build(self.workers.ranks, TrainerPart, ("ranks",), config, arch, masters)
+        return RankedTrainer(self.workers, key, arch)
 
     def build_sft_trainer(self, config: RunConfig, arch: Architecture, initial: TensorSource) -> "RemoteSft":
         config = config.model_copy(update={"loss": shared_loss(config.loss)})
-        key = self._build(self.gang.ranks[:1], build_sft, (), config, arch, initial)
-        return RemoteSft(self.gang, key)
+        key = self._build(self.workers.ranks[:1], build_sft, (), config, arch, initial)
+        return RemoteSft(self.workers, key)
 
     def close(self) -> None:
-        self.gang.close()
+        self.workers.close()
 
     def _open(self, unit: str | None = None) -> None:
-        self.gang = gang = WorkerGroup(*self._arguments, unit)
+        self.workers = workers = WorkerGroup(*self._arguments, unit)
         try:
-            first = gang.ranks[0]
-            ranks = gang.ranks
+            first = workers.ranks[0]
+            ranks = workers.ranks
             host = first.place.address
-            gang.gather([first.send("build", "meeting", Rendezvous, (), host)])
-            (port,) = gang.gather([first.send("call", "meeting", "port")])
-            gang.gather(
+            workers.gather([first.send("build", "meeting", Rendezvous, (), host)])
+            (port,) = workers.gather([first.send("call", "meeting", "port")])
+            workers.gather(
                 [each.send("build", "ranks", GroupRanks, (), host, port, i, len(ranks)) for i, each in enumerate(ranks)]
             )
             self._store = host, port
         except BaseException:
-            gang.close()
+            workers.close()
             raise
 
     def _build(self, members: Sequence[Handle], part: Callable[..., Any], uses: Sequence[str], *arguments: Any) -> str:
         key = f"{part.__name__} {next(self._keys)}"
-        self.gang.call_all(members, "build", key, part, uses, *arguments)
+        self.workers.call_all(members, "build", key, part, uses, *arguments)
         return key
 
 
 class ReplicatedEngine:
     """Engines that hold one policy and share its prompts out; satisfies `RolloutEngine`."""
 
-    def __init__(self, gang: WorkerGroup, key: str, store: tuple[str, int], colocated: bool) -> None:
+    def __init__(self, workers: WorkerGroup, key: str, store: tuple[str, int], colocated: bool) -> None:
         """`store`: host and port where processes meet."""
-        self._gang = gang
+        self._workers = workers
         self._key = key
-        self._members = gang.engines
+        self._members = workers.engines
         self._store = store
         self._links = set[str]()
         self._colocated = colocated
-        self._read_memory = all(gang.gather(self._calls("reads_memory")))
+        self._read_memory = all(workers.gather(self._calls("reads_memory")))
 
     def update(self, tensors: RemoteWeights, scales: PolicyScales, version: int) -> SyncReport:
         """As `RolloutEngine.update`, in all engines. Raises ReplicaError: they do not hold the same afterwards."""
         layouts = dict(tensors)
-        ranks = self._gang.ranks
+        ranks = self._workers.ranks
         try:
-            self._gang.gather(self._calls("expect", layouts, scales, version))
+            self._workers.gather(self._calls("expect", layouts, scales, version))
             sources, targets = ([member.place for member in each] for each in (ranks, self._members))
             routes = find_routes(sources, targets, tensors.on_gpu if self._read_memory else (), self._colocated)
             reports = self._take(routes, tensors.key, layouts, (scales, version))
         finally:
-            if self._gang.alive:
-                self._gang.call_all(ranks, "call", tensors.key, "release")
+            if self._workers.alive:
+                self._workers.call_all(ranks, "call", tensors.key, "release")
         for part in ("version", "digest", "scales"):
             agreed(self._members, f"another {part}", [getattr(report, part) for report in reports])
         return reports[0]
@@ -175,8 +175,8 @@ class ReplicatedEngine:
     def _take(
         self, routes: Sequence[Route], key: str, layouts: dict[str, TensorSpec], policy: tuple[PolicyScales, int]
     ) -> list[SyncReport]:
-        ranks = self._gang.ranks
-        gather = self._gang.gather
+        ranks = self._workers.ranks
+        gather = self._workers.gather
         lenders = sorted({route.rank for route in routes if route.path == "memory"})
         # Engines need the memory of weights that none of them reads.
         senders = {route.rank for route in routes}
@@ -190,9 +190,9 @@ class ReplicatedEngine:
         for path in BROADCASTS:
             if engines := [route.engine for route in routes if route.path == path]:
                 link = self._link(path, engines)
-                sends.append(ranks[0].send("hand", key, "send", link))
+                sends.append(ranks[0].send("call_with_part", key, "send", link))
                 for i in engines:
-                    takes[i] = self._members[i].send("hand", self._key, "receive", link, layouts, *policy)
+                    takes[i] = self._members[i].send("call_with_part", self._key, "receive", link, layouts, *policy)
         reports: list[SyncReport] = gather([*sends, *(takes[i] for i in range(len(self._members)))])
         return reports[len(sends) :]
 
@@ -200,8 +200,8 @@ class ReplicatedEngine:
         """The name of the group of rank 0 and these engines, which is made when it is first needed."""
         key = f"{self._key} {path} {' '.join(map(str, engines))}"
         if key not in self._links:
-            members = [self._gang.ranks[0], *(self._members[index] for index in engines)]
-            self._gang.gather(
+            members = [self._workers.ranks[0], *(self._members[index] for index in engines)]
+            self._workers.gather(
                 [
                     member.send("build", key, Link, (), *self._store, key, path, process, len(members))
                     for process, member in enumerate(members)
@@ -211,24 +211,24 @@ class ReplicatedEngine:
         return key
 
     def fingerprint(self) -> str:
-        fingerprints: list[str] = self._gang.gather(self._ask("fingerprint"))
+        fingerprints: list[str] = self._workers.gather(self._ask("fingerprint"))
         return agreed(self._members, "other weights", fingerprints)
 
     def describe(self) -> dict[str, object]:
-        return agreed(self._members, "other formats", self._gang.gather(self._ask("describe")))
+        return agreed(self._members, "other formats", self._workers.gather(self._ask("describe")))
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         yield from generated(self.open_session(sampling), groups)
 
     def open_session(self, sampling: Sampling) -> "ReplicatedSession":
-        self._gang.gather(self._calls("open_session", sampling))
-        return ReplicatedSession(self._gang, self._key)
+        self._workers.gather(self._calls("open_session", sampling))
+        return ReplicatedSession(self._workers, self._key)
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
-        return [row for rows in self._gang.gather(self._ask("score", probes, temperature)) for row in rows]
+        return [row for rows in self._workers.gather(self._ask("score", probes, temperature)) for row in rows]
 
     def sleep(self) -> None:
-        self._gang.gather(self._ask("sleep"))
+        self._workers.gather(self._ask("sleep"))
 
     def close(self) -> None:
         """The processes end with the cluster, and with them what they hold."""
@@ -244,13 +244,13 @@ class ReplicatedEngine:
 class ReplicatedSession:
     """Requests in flight in all engines. All of a group are one engine's, whose prefix cache has their last turns."""
 
-    def __init__(self, gang: WorkerGroup, key: str) -> None:
-        self._gang = gang
+    def __init__(self, workers: WorkerGroup, key: str) -> None:
+        self._workers = workers
         self._key = key
-        self._members = gang.engines
+        self._members = workers.engines
         self._waiting = dict[Any, Handle]()
         self._places = dict[int, int]()
-        self._in_flight = [0] * len(gang.engines)
+        self._in_flight = [0] * len(workers.engines)
 
     @property
     def busy(self) -> bool:
@@ -272,16 +272,16 @@ class ReplicatedSession:
             calls = sum(other is member for other in self._waiting.values())
             for _ in range(calls, _AHEAD if requests else 0):
                 self._send(member, "step")
-        ended = self._gang.first_ended(self._waiting)
+        ended = self._workers.first_ended(self._waiting)
         member = self._waiting.pop(ended)
-        (finished,) = self._gang.gather([Call(member, ended)])
+        (finished,) = self._workers.gather([Call(member, ended)])
         completions: list[Completion] = finished or []
         self._in_flight[self._members.index(member)] -= len(completions)
         return completions
 
     def close(self) -> None:
-        if self._gang.alive:
-            self._gang.gather([member.send("call", self._key, "close_session") for member in self._members])
+        if self._workers.alive:
+            self._workers.gather([member.send("call", self._key, "close_session") for member in self._members])
 
     def _send(self, member: Handle, method: str, *arguments: Any) -> None:
         call = member.send("call", self._key, method, *arguments)
@@ -289,8 +289,8 @@ class ReplicatedSession:
 
 
 class RemoteSft:
-    def __init__(self, gang: WorkerGroup, key: str) -> None:
-        self._gang = gang
+    def __init__(self, workers: WorkerGroup, key: str) -> None:
+        self._workers = workers
         self._key = key
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
@@ -300,19 +300,19 @@ class RemoteSft:
         return cast(Ref, self._call("store_weights", store))
 
     def close(self) -> None:
-        if self._gang.alive:
-            self._gang.gather([self._gang.ranks[0].send("drop", self._key)])
+        if self._workers.alive:
+            self._workers.gather([self._workers.ranks[0].send("drop", self._key)])
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        (result,) = self._gang.gather([self._gang.ranks[0].send("call", self._key, method, *arguments)])
+        (result,) = self._workers.gather([self._workers.ranks[0].send("call", self._key, method, *arguments)])
         return result
 
 
 class RankedTrainer:
     """One trainer in all ranks, which make the same calls; satisfies `Trainer`. Results are rank 0's."""
 
-    def __init__(self, gang: WorkerGroup, key: str, arch: Architecture) -> None:
-        self._gang = gang
+    def __init__(self, workers: WorkerGroup, key: str, arch: Architecture) -> None:
+        self._workers = workers
         self._key = key
         self.arch = arch
         self._numbers = count()
@@ -337,23 +337,24 @@ class RankedTrainer:
 
     def keep(self, shipped: EngineWeights) -> str:
         key = f"{self._key}, kept {next(self._numbers)}"
-        self._gang.call_all(self._gang.ranks, "build", key, TrainerPart.exported_policy, (self._key,))
+        self._workers.call_all(self._workers.ranks, "build", key, TrainerPart.exported_policy, (self._key,))
         return key
 
     def forget(self, key: str) -> None:
-        self._gang.call_all(self._gang.ranks, "drop", key)
+        self._workers.call_all(self._workers.ranks, "drop", key)
 
     def logprobs_of(
         self, key: str, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]
     ) -> ScoredBatch:
         shared = [ray.put(each) for each in (batch, temperature, scales)]
         return cast(
-            ScoredBatch, self._gang.call_all(self._gang.ranks, "hand", self._key, "logprobs_of", key, *shared)[0]
+            ScoredBatch,
+            self._workers.call_all(self._workers.ranks, "call_with_part", self._key, "logprobs_of", key, *shared)[0],
         )
 
     def _learnt(self, reports: Sequence[TrainReport]) -> TrainReport:
         report = reports[0]
-        agreed(self._gang.ranks, f"other weights after update {report.version}", [each.digest for each in reports])
+        agreed(self._workers.ranks, f"other weights after update {report.version}", [each.digest for each in reports])
         self.version = report.version
         return report
 
@@ -364,12 +365,12 @@ class RankedTrainer:
         exported = self._by_all("export")
         weights = RemoteWeights(exported, self._key)
         digests = [weights.digest() if found is None else found.digest for found in exported]
-        agreed(self._gang.ranks, "other exported weights", digests)
+        agreed(self._workers.ranks, "other exported weights", digests)
         return weights
 
     def digest(self) -> str:
         digests: list[str] = self._by_all("digest")
-        return agreed(self._gang.ranks, "other weights", digests)
+        return agreed(self._workers.ranks, "other weights", digests)
 
     def save(self, folder: Path) -> None:
         self._call("save", folder)
@@ -385,12 +386,12 @@ class RankedTrainer:
         self._call("rest")
 
     def close(self) -> None:
-        if self._gang.alive:
-            self._gang.call_all(self._gang.ranks, "drop", self._key)
+        if self._workers.alive:
+            self._workers.call_all(self._workers.ranks, "drop", self._key)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._by_all("call", method, *arguments)[0]
 
     def _by_all(self, method: str, *arguments: Any) -> list[Any]:
         shared = [ray.put(each) for each in arguments]
-        return self._gang.call_all(self._gang.ranks, "call", self._key, method, *shared)
+        return self._workers.call_all(self._workers.ranks, "call", self._key, method, *shared)

@@ -29,4 +29,6 @@ class EnvironmentConfig(Section):
     )
     timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for one answer of an environment.")
     memory_mb: int = Field(1024, ge=16, le=1 << 20, description="MiB of an episode, beyond the loaded environment.")
-    at_once: int = Field(64, ge=1, le=512, description="Episodes that have a process at the same time; others wait.")
+    max_concurrent_episodes: int = Field(
+        64, ge=1, le=512, description="Episodes that have a process at the same time; others wait."
+    )

@@ -282,7 +282,7 @@ def _episode_problems(config: RunConfig) -> Iterator[str]:
         return
     pipeline, rollout = config.pipeline, config.rollout
     excluded = {
-        # Whole steps are played beside an update; environment.at_once limits episodes.
+        # Whole steps are played beside an update; environment.max_concurrent_episodes limits episodes.
         "pipeline.max_inflight_prompts": pipeline.mode == "one_step_off" and pipeline.max_inflight_prompts is not None,
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,

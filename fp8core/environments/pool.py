@@ -31,8 +31,8 @@ class _Episode:
 class EnvironmentPool:
     """Satisfies `rollout.episodes.Pool`, for one thread. A call raises UserError where the host was killed."""
 
-    def __init__(self, name: str, options: Mapping[str, Any], limits: Limits, at_once: int) -> None:
-        """Load the environment; of its episodes, `at_once` have a process at the same time.
+    def __init__(self, name: str, options: Mapping[str, Any], limits: Limits, max_concurrent_episodes: int) -> None:
+        """Load the environment; of its episodes, `max_concurrent_episodes` have a process at the same time.
 
         Raises UserError: it cannot be loaded, or this is not Linux.
         """
@@ -43,8 +43,8 @@ class EnvironmentPool:
         self._pool = ProcessPool(f"environment.name={name}", function, settings, limits)
         self.description = self._pool.description
         self._limits = limits
-        self._at_once = at_once
-        self._threads = ThreadPoolExecutor(at_once, "environment")
+        self._max_concurrent_episodes = max_concurrent_episodes
+        self._threads = ThreadPoolExecutor(max_concurrent_episodes, "environment")
         self._closing = set[Future[None]]()
         self._episodes: dict[Key, _Episode] = {}
         self._waiting = deque[_Episode]()
@@ -121,9 +121,9 @@ class EnvironmentPool:
 
     def _launch(self) -> None:
         """Give those that wait a process, as far as there is room, or as episodes that rest make some."""
-        while self._resting and len(self._episodes) > self._at_once:
+        while self._resting and len(self._episodes) > self._max_concurrent_episodes:
             self.end(next(iter(self._resting)))
-        while self._waiting and len(self._episodes) - len(self._waiting) < self._at_once:
+        while self._waiting and len(self._episodes) - len(self._waiting) < self._max_concurrent_episodes:
             episode = self._waiting[0]
             episode.process = self._pool.start()
             self._waiting.popleft()

@@ -20,7 +20,8 @@ from fp8core.rollout.engine import Completion, Finish, PromptGroup, RolloutEngin
 _LOOK_SECONDS = 1.0
 """Longest wait for environments before the caller may look after something else."""
 _OTHERWISE = (
-    "it answered otherwise when it was asked the same again, as its process was needed by others (environment.at_once)"
+    "it answered otherwise when it was asked the same again, as its process was needed by others "
+    "(environment.max_concurrent_episodes)"
 )
 _TOGETHER = 8
 """Answers that enter the engine together: the first ones are computed while the next ones are put into tokens."""

@@ -174,7 +174,7 @@ def build_engine(config: RunConfig, arch: Architecture, cluster: "Cluster | None
 
 def build_environment(config: EnvironmentConfig) -> EnvironmentPool:
     limits = Limits(config.timeout_seconds, config.memory_mb)
-    return EnvironmentPool(config.name, config.options, limits, config.at_once)
+    return EnvironmentPool(config.name, config.options, limits, config.max_concurrent_episodes)
 
 
 def _from_scratch(config: RunConfig) -> BaseModel:

@@ -233,7 +233,7 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         hardware=run.machine,
         git=run.git,
         paths={name: ref.uri for name, ref in outputs.items()},
-        cluster={} if run.cluster is None else run.cluster.gang.places(),
+        cluster={} if run.cluster is None else run.cluster.workers.places(),
         environment=_percentiles(run.reply_seconds.pop(index, [])),
     )
     return StepManifest(record=record, observed=observed)

@@ -93,7 +93,7 @@ def open_run(
         # Too few GPUs, or a node of other code: before anything is loaded.
         if (cluster := open_cluster(config)) is not None:
             parts.callback(cluster.close)
-            cluster.gang.check_shared(directory.path)
+            cluster.workers.check_shared(directory.path)
         with console.part("loading the model"):
             base = build_base(config)
         verifier = parts.enter_context(closing(build_verifier(config.reward)))

@@ -145,7 +145,7 @@ def test_ranks_of_a_cluster_compute_what_one_process_does(grid: str, tmp_path: A
         digest, _ = together.digest(), together.step(batch, cases.TEMPERATURE, ())
         together.load(tmp_path)
         assert (together.version, together.digest()) == (1, digest)
-        pid = cluster.gang.places()[f"rank {count - 1}"]["pid"]
+        pid = cluster.workers.places()[f"rank {count - 1}"]["pid"]
         os.kill(pid, signal.SIGSTOP)
         Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(MemberLost, match=f"^rank {count - 1} ended"):

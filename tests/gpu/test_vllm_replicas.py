@@ -141,7 +141,7 @@ def test_gpus_get_their_memory_back_and_updates_leave_nothing_behind() -> None:
 def test_an_engine_that_is_killed_is_named_and_gives_its_gpu_back(settings) -> None:
     with placed(**settings) as (cluster, engine, trainer):
         sync(engine, trainer, 0)
-        member = cluster.gang.engines[-1]
+        member = cluster.workers.engines[-1]
         killed = psutil.Process(member.place.pid)
         below, before = killed.children(recursive=True), free()
         running = engine.generate(groups_of(16), Sampling(1.0, 512, frozenset()))

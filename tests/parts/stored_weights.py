@@ -27,6 +27,6 @@ def write_masters(part: Any, path: Path) -> None:
 
 def masters_of(trainer: RankedTrainer, path: Path) -> dict[str, Tensor]:
     """The masters of all ranks, by way of a file."""
-    gang, key = trainer._gang, trainer._key
-    gang.gather([rank.send("build", "written", write_masters, (key,), path) for rank in gang.ranks])
+    workers, key = trainer._workers, trainer._key
+    workers.gather([rank.send("build", "written", write_masters, (key,), path) for rank in workers.ranks])
     return load_file(path)

@@ -40,8 +40,8 @@ class Replicas:
 
     def commit_fault(self, index: int, fault: str) -> None:
         """The fault of one engine from now on."""
-        member = self.cluster.gang.engines[index]
-        self.cluster.gang.gather([member.send("build", "fault", commit_fault, (self.engine._key,), fault)])
+        member = self.cluster.workers.engines[index]
+        self.cluster.workers.gather([member.send("build", "fault", commit_fault, (self.engine._key,), fault)])
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def started_pair(vllm_build, starts) -> Iterator[Replicas]:
 def replicas(started_pair, policies, starts):
     """They hold policy 0; a test that ended one has had them replaced."""
     pair = started_pair
-    if not pair.cluster.gang.alive:
+    if not pair.cluster.workers.alive:
         config, arch = load_config("tiny", SETTINGS), Architecture(**SHAPE)
         pair.cluster.replace()
         pair.trainers = [pair.cluster.build_trainer(config, arch, start) for start in starts]
@@ -110,7 +110,7 @@ def test_a_fault_in_one_engine_is_named(replicas, policies, fault):
 
 def test_an_engine_that_is_killed_ends_the_generation_and_leaves_nothing(replicas):
     """Its process; test_vllm_lifeline.py kills what is below one."""
-    member = psutil.Process(replicas.cluster.gang.engines[1].place.pid)
+    member = psutil.Process(replicas.cluster.workers.engines[1].place.pid)
     below = member.children(recursive=True)
     running = replicas.engine.generate(build_groups(60, 4), Sampling(1.0, 60, frozenset()))
     next(running)
@@ -119,5 +119,5 @@ def test_an_engine_that_is_killed_ends_the_generation_and_leaves_nothing(replica
     with pytest.raises(MemberLost, match=r"^engine 1 ended: "):
         list(running)
     assert time.monotonic() - began < 15
-    assert not replicas.cluster.gang.alive
+    assert not replicas.cluster.workers.alive
     wait_until_gone(below)

@@ -9,8 +9,8 @@ from ray.cluster_utils import Cluster
 from ray_nodes import start_cluster
 
 from flows import cli
-from fp8core.cluster.gang import Handle, check_places
 from fp8core.cluster.member import HostProcess
+from fp8core.cluster.worker_group import Handle, check_places
 from fp8core.errors import UserError
 from fp8core.store.manifest import current_code
 

@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray_nodes import start_cluster
 
-from fp8core.cluster.gang import WorkerGroup
+from fp8core.cluster.worker_group import WorkerGroup
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost, UserError
 from fp8core.run.build import open_cluster
@@ -29,15 +29,15 @@ def address() -> Iterator[str]:
 def ranks(address: str, number: int) -> Iterator[WorkerGroup]:
     config = load_config("tiny", {"cluster": {"address": address, "ranks": number}})
     with closing(open_cluster(config)) as cluster:
-        yield cluster.gang
+        yield cluster.workers
 
 
 def test_a_killed_process_is_not_called_out_of_memory(address):
     """Ray's own message names memory among the causes of any SIGKILL."""
-    with ranks(address, 1) as gang:
-        os.kill(gang.ranks[0].place.pid, signal.SIGKILL)
+    with ranks(address, 1) as workers:
+        os.kill(workers.ranks[0].place.pid, signal.SIGKILL)
         with pytest.raises(MemberLost, match=r"^rank 0 ended: process \d+ on ") as lost:
-            gang.gather([gang.ranks[0].send("drop", "nothing")])
+            workers.gather([workers.ranks[0].send("drop", "nothing")])
     assert "\n" not in str(lost.value)
     assert "memory" not in str(lost.value)
     assert "OOM" not in str(lost.value)
@@ -47,24 +47,24 @@ def test_a_killed_process_is_not_called_out_of_memory(address):
 def test_a_folder_of_runs_that_a_process_does_not_see_is_refused_by_its_name(address, tmp_path, monkeypatch):
     """Each process sees its own working folder under one name, as nodes that share no volume do."""
     monkeypatch.chdir(tmp_path)
-    with ranks(address, 1) as gang:
-        gang.check_shared(tmp_path)
-        where = rf"process {gang.ranks[0].place.pid} on \S+"
+    with ranks(address, 1) as workers:
+        workers.check_shared(tmp_path)
+        where = rf"process {workers.ranks[0].place.pid} on \S+"
         with pytest.raises(UserError, match=rf"^cluster: {where} does not see /proc/self/cwd; "):
-            gang.check_shared(Path("/proc/self/cwd"))
-        assert gang.alive
+            workers.check_shared(Path("/proc/self/cwd"))
+        assert workers.alive
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_a_process_that_hangs_is_lost_by_its_name_after_the_time_for_an_answer(address):
-    with ranks(address, 2) as gang:
+    with ranks(address, 2) as workers:
         # Processes start within the time of the configuration, which is longer than a test should wait.
-        gang._answer_seconds = 2.0
-        hung = gang.ranks[1].place
+        workers._answer_seconds = 2.0
+        hung = workers.ranks[1].place
         os.kill(hung.pid, signal.SIGSTOP)
         with pytest.raises(MemberLost) as lost:
-            gang.gather([member.send("drop", "nothing") for member in gang.ranks])
+            workers.gather([member.send("drop", "nothing") for member in workers.ranks])
         where = f"rank 1: process {hung.pid} on {hung.address}"
         assert str(lost.value) == f"{where} gave no answer within cluster.answer_seconds=2"
-        assert not gang.alive
+        assert not workers.alive

@@ -17,7 +17,7 @@ import torch
 from ray.cluster_utils import Cluster
 from ray_nodes import add_nodes
 
-from fp8core.cluster.gang import Call, Handle
+from fp8core.cluster.worker_group import Call, Handle
 from fp8core.cluster.workers import Cluster as RemoteCluster
 from fp8core.cluster.workers import RemoteSft
 from fp8core.config.load import load_config
@@ -61,7 +61,7 @@ def await_cpus(cluster: Cluster, count: int) -> None:
 
 def to_engine_1_while_step_2_generates(run: RunContext) -> None:
     """It ends once a part of the rollout is durable."""
-    folder, victim = run.directory.path / "shards" / "00002", run.cluster.gang.engines[1].place.pid
+    folder, victim = run.directory.path / "shards" / "00002", run.cluster.workers.engines[1].place.pid
 
     def watch() -> None:
         until = time.monotonic() + 300
@@ -109,7 +109,7 @@ def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_reco
     run_copy.cut_after(1, "record")
 
     def rank_1(run: RunContext) -> None:
-        os.kill(run.cluster.gang.ranks[1].place.pid, signal.SIGKILL)
+        os.kill(run.cluster.workers.ranks[1].place.pid, signal.SIGKILL)
 
     def between_steps_and_again_while_all_are_placed(run: RunContext) -> None:
         cluster = run.cluster
@@ -118,7 +118,7 @@ def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_reco
             del cluster.replace
             cluster.replace()
             rank_1(run)
-            cluster.gang.call_all(cluster.gang.ranks, "build", "first", list, ())
+            cluster.workers.call_all(cluster.workers.ranks, "build", "first", list, ())
 
         cluster.replace = replace
         rank_1(run)
@@ -146,7 +146,7 @@ def test_a_run_fails_when_processes_are_lost_more_often_than_allowed(two_nodes, 
     settings = {"cluster.address": two_nodes.address, "cluster.engines": 2, "cluster.replacements": 0}
 
     def lose(run: RunContext) -> None:
-        os.kill(run.cluster.gang.engines[0].place.pid, signal.SIGKILL)
+        os.kill(run.cluster.workers.engines[0].place.pid, signal.SIGKILL)
 
     began = time.monotonic()
     with run_copy.opened(**settings) as run, pytest.raises(StepError, match="engine 0 ended") as caught:
@@ -223,24 +223,24 @@ def weights_of_files_are_read_by_ranks_wherever_they_run(
 
 def ranks_get_the_calls_of_several_threads_in_one_order(cluster: RemoteCluster, slow: pytest.MonkeyPatch) -> None:
     """As those of tasks that run side by side: in another order, collectives of one would meet those of another."""
-    gang, send = cluster.gang, Handle.send
+    workers, send = cluster.workers, Handle.send
 
     def late(member: Handle, *arguments: Any) -> Call:
-        time.sleep(0.02 if member is gang.ranks[1] else 0)
+        time.sleep(0.02 if member is workers.ranks[1] else 0)
         return send(member, *arguments)
 
-    gang.call_all(gang.ranks, "build", "calls", list, ())
+    workers.call_all(workers.ranks, "build", "calls", list, ())
     slow.setattr(Handle, "send", late)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: gang.call_all(gang.ranks, "call", "calls", "append", number), range(8)))
-    first, second = gang.call_all(gang.ranks, "call", "calls", "copy")
+        list(pool.map(lambda number: workers.call_all(workers.ranks, "call", "calls", "append", number), range(8)))
+    first, second = workers.call_all(workers.ranks, "call", "calls", "copy")
     assert first == second
     assert sorted(first) == list(range(8))
 
 
 @pytest.mark.slow
 def test_a_node_with_other_code_is_refused(two_nodes, monkeypatch):
-    monkeypatch.setattr("fp8core.cluster.gang.current_code", lambda: "0" * 64)
+    monkeypatch.setattr("fp8core.cluster.worker_group.current_code", lambda: "0" * 64)
     config = load_config("tiny", {"cluster.address": two_nodes.address})
     with pytest.raises(UserError, match=r"has code \w+, this process has 000000000000"):
         open_cluster(config)

@@ -84,7 +84,9 @@ def test_ranks_that_hold_other_weights_are_refused(two_nodes, monkeypatch):
     with closing(open_cluster(config)) as cluster:
         trainer = cluster.build_trainer(config, base.arch, base.tensors)
         assert trainer.digest() == trainer.start_digest
-        cluster.gang.gather([cluster.gang.ranks[1].send("build", "changed", life.change_a_weight, (trainer._key,))])
+        cluster.workers.gather(
+            [cluster.workers.ranks[1].send("build", "changed", life.change_a_weight, (trainer._key,))]
+        )
         with pytest.raises(ReplicaError, match=r"^rank 1 and rank 0 hold other exported weights: \w+ and \w+$"):
             trainer.export()
         with pytest.raises(ReplicaError, match=r"^rank 1 and rank 0 hold other weights after update 1: "):

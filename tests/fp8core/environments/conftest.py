@@ -67,8 +67,8 @@ def start_pool() -> Iterator[Callable[..., EnvironmentPool]]:
     """Start a pool; all of them end with the session."""
     pools: list[EnvironmentPool] = []
 
-    def start(name: str, at_once: int = 4, limits: Limits = LIMITS, **options: Any) -> EnvironmentPool:
-        pools.append(EnvironmentPool(name, options, limits, at_once))
+    def start(name: str, max_concurrent_episodes: int = 4, limits: Limits = LIMITS, **options: Any) -> EnvironmentPool:
+        pools.append(EnvironmentPool(name, options, limits, max_concurrent_episodes))
         return pools[-1]
 
     yield start

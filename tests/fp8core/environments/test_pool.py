@@ -122,7 +122,7 @@ def test_numbers_at_random_follow_from_the_task_alone(pool: EnvironmentPool) -> 
 
 
 def test_an_episode_that_does_not_close_is_killed(start_pool: StartPool, hostile_file: Path) -> None:
-    pool = start_pool(f"{hostile_file}:Hostile", at_once=1, limits=LIMITS._replace(timeout_seconds=2.0))
+    pool = start_pool(f"{hostile_file}:Hostile", max_concurrent_episodes=1, limits=LIMITS._replace(timeout_seconds=2.0))
     pool.begin((0, 0), Task("self.closing('time.sleep(99)', said('ok'))", "", 0))
     collect(pool, 1)
     pool.end((0, 0))
@@ -174,7 +174,7 @@ def test_episodes_of_a_killed_host_crash_and_the_next_is_refused(start_pool: Sta
 
 
 def test_an_episode_that_rests_ends_where_another_needs_its_process(start_pool: StartPool, hostile_file: Path) -> None:
-    pool, asked = start_pool(f"{hostile_file}:Hostile", at_once=3), [Action("said('one')")]
+    pool, asked = start_pool(f"{hostile_file}:Hostile", max_concurrent_episodes=3), [Action("said('one')")]
     for sample in range(2):
         pool.begin((0, sample), Task("", "", sample))
     collect(pool, 2)

@@ -1,6 +1,6 @@
 """The processes of a run on a Ray cluster: placed together, called together, ended together.
 
-Nothing restarts by itself. A process, GPU or node that is gone is one error, and the caller replaces the whole gang.
+Nothing restarts by itself. A process, GPU or node that is gone is one error, and the caller replaces the whole group.
 """
 
 import sys
@@ -65,7 +65,7 @@ class WorkerGroup:
     ) -> None:
         """Connect to the cluster, or start one here, and place the members, engines with so many GPUs each.
 
-        `unit`: that of a gang that was lost, whose nodes may come back while the members wait for their places.
+        `unit`: that of a group that was lost, whose nodes may come back while the members wait for their places.
 
         Raises UserError: nothing answers, too few GPUs are free in time, a node has other code, or a process ended.
         """
@@ -236,7 +236,7 @@ class WorkerGroup:
         # Other threads may wait for them, and see no more than their end.
         self._ended_by = self._ended_by or reason
         for member in self._all:
-            # Members end with their session, which another gang may have closed; Ray would begin a new one here.
+            # Members end with their session, which another group may have closed; Ray would begin a new one here.
             if ray.is_initialized():
                 with suppress(ActorHandleNotFoundError):
                     ray.kill(member.actor)
