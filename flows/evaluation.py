@@ -89,13 +89,13 @@ def check_readable(asked: EvaluationRequest) -> None:
         check_shape(one, model.arch)
     check_stop_strings(config, model.tokenizer)
     with closing(build_verifier(config.reward)) as verifier:
-        found = problems(asked, config, verifier).problems
+        solvable = problems(asked, config, verifier).problems
     positions = longest_row(config, model.arch)
-    for problem in found:
+    for problem in solvable:
         check_prompt(problem, config, model.tokenizer, positions)
     if config.environment is not None:
         with closing(build_environment(config.environment)) as pool:
-            check_opening(found, config, model.tokenizer, positions, pool, asked.seed)
+            check_opening(solvable, config, model.tokenizer, positions, pool, asked.seed)
 
 
 def _model(asked: EvaluationRequest) -> BaseModel:
@@ -147,10 +147,10 @@ def problems(asked: EvaluationRequest, config: RunConfig, verifier: Verifier) ->
         rows = build_source(config.data, config.evaluation).heldout(config.evaluation.prompts)
     else:
         rows = all_problems(config, asked.prompts)
-    found = readable(rows, config, verifier)
-    if not found.problems:
-        raise UserError(f"{config.data.source}: {counted(found.left_out, len(rows))}; none is left")
-    return found
+    split_rows = readable(rows, config, verifier)
+    if not split_rows.problems:
+        raise UserError(f"{config.data.source}: {counted(split_rows.left_out, len(rows))}; none is left")
+    return split_rows
 
 
 def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:

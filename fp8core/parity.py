@@ -179,7 +179,8 @@ def crossed_interval(table: NDArray[np.float64]) -> Estimate:
     seeds, prompts = table.shape
     assert seeds > 1, "a spread needs two seeds"
     mean = float(table.mean())
-    rows, columns = table.mean(axis=1), table.mean(axis=0)
+    rows = table.mean(axis=1)
+    columns = table.mean(axis=0)
     variance = prompts * float(rows.var(ddof=1))
     if prompts > 1:
         of_prompts = seeds * float(columns.var(ddof=1))
@@ -251,8 +252,8 @@ def _complete(
         return Check(name, "complete", FAIL, "; ".join(failed), "all")
     whole = [seed for seed in seeds if any(run.seed == seed and run.whole for run in runs)]
     outcome: ParityOutcome = PASS if len(whole) == len(seeds) else NOT_ENOUGH
-    found = f"{len(whole)} of {len(seeds)} seeds trained to their last step"
-    return Check(name, "complete", outcome, found, "all")
+    share = f"{len(whole)} of {len(seeds)} seeds trained to their last step"
+    return Check(name, "complete", outcome, share, "all")
 
 
 def _alignment(name: str, runs: Sequence[TrainingMeasurement], config: ParityConfig) -> Iterator[Check]:
@@ -272,8 +273,8 @@ def _worst(
         return Check(name, what, NOT_ENOUGH, "not measured", bound)
     value = worst(values)
     beyond = value > limit if worst is max else value < limit
-    found = "1 exactly" if value == 1 else f"{value:.8g}"
-    return Check(name, what, FAIL if beyond else PASS, found, bound)
+    text = "1 exactly" if value == 1 else f"{value:.8g}"
+    return Check(name, what, FAIL if beyond else PASS, text, bound)
 
 
 def _placed(low: float, high: float) -> ParityOutcome:
@@ -288,7 +289,8 @@ def _learning(
 ) -> Iterator[Check]:
     """Accuracy over the whole curve and at its end."""
     pairs = _pairs(runs, baseline)
-    what, enough = "held-out accuracy minus BF16", len(pairs) > 1
+    what = "held-out accuracy minus BF16"
+    enough = len(pairs) > 1
     curve = curve_difference(pairs) if enough else None
     end = end_difference(pairs, config.last_evaluations) if enough else None
     for check, gap, limit in ((what, curve, config.accuracy_gap), (f"{what}, at the end", end, config.end_gap)):
@@ -297,8 +299,8 @@ def _learning(
             yield Check(name, check, NOT_ENOUGH, f"{len(pairs)} pairs of seeds", bound)
         else:
             outcome = _placed(gap.low + limit, gap.high + limit)
-            found = f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f}, {len(pairs)} seeds)"
-            yield Check(name, check, outcome, found, bound)
+            text = f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f}, {len(pairs)} seeds)"
+            yield Check(name, check, outcome, text, bound)
 
 
 def _pairs(runs: Sequence[TrainingMeasurement], baseline: Sequence[TrainingMeasurement]) -> list[Pair]:

@@ -28,8 +28,8 @@ def reward(
 
 def reward_table(run: StepContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
     scored = score(run.verifier, prompts.drop_columns(["tokens"]).to_pylist(), stored_endings(rollouts, turns))
-    tell_failures(run, "rewards", [found.verdict for found in scored])
-    none = {f"{SCORE}{part.name}": 0.0 for found in scored for part in found.verdict.added}
+    tell_failures(run, "rewards", [each.verdict for each in scored])
+    none = {f"{SCORE}{part.name}": 0.0 for each in scored for part in each.verdict.added}
     rows = []
     for key, (verdict, value, own) in zip(keys_of(rollouts), scored, strict=True):
         check_reward(value, key)

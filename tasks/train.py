@@ -80,12 +80,12 @@ def update_batch(
     run: StepContext, rollouts: pa.Table, logprobs: pa.Table | None, rewards: Ref, signals: Mapping[str, Ref]
 ) -> RolloutBatch:
     store = run.store
-    found = {name: store.get_table(ref) for name, ref in signals.items()}
-    batch = rollout_batch(rollouts, store.get_table(rewards), logprobs, found.get("reference"), run.config)
-    if "turns" in found:
-        batch = replace(batch, observation_mask=observation_mask(rollouts, found["turns"], batch.policy_mask.shape[1]))
-    if "teacher" in found:
-        batch = replace(batch, teacher_logprobs=padded(found["teacher"]["logprobs"], torch.float32, 0.0))
+    tables = {name: store.get_table(ref) for name, ref in signals.items()}
+    batch = rollout_batch(rollouts, store.get_table(rewards), logprobs, tables.get("reference"), run.config)
+    if "turns" in tables:
+        batch = replace(batch, observation_mask=observation_mask(rollouts, tables["turns"], batch.policy_mask.shape[1]))
+    if "teacher" in tables:
+        batch = replace(batch, teacher_logprobs=padded(tables["teacher"]["logprobs"], torch.float32, 0.0))
     return batch
 
 

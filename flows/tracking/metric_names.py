@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from fp8core.metrics import time
 from fp8core.metrics.registry import METRICS, find_metric
 
-CORE, DETAIL = "core/", "detail/"
+CORE = "core/"
+DETAIL = "detail/"
 
 
 def shown_metrics(measured: Mapping[str, float]) -> dict[str, float]:

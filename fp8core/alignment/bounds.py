@@ -150,10 +150,12 @@ def contract_of(config: RunConfig) -> tuple[Contract, str]:
         corrected = config.correction.method != "none" or not config.precision.accept_mismatch
         return "mismatched" if corrected else "accepted", f"the sides compute {', '.join(differing)}"
     kernels = config.precision.rounding_points == "kernels"
-    engine, trainer = engine_entry(config).arithmetic(config), trainer_of(config.training)
+    engine = engine_entry(config).arithmetic(config)
+    trainer = trainer_of(config.training)
     if engine == "exact" and trainer.arithmetic == "exact":
         return "exact", "engine and trainer compute the same operations in equal formats"
-    by_kernels, device = kernels and trainer.arithmetic == "kernels", trainer.device(config.training)
+    by_kernels = kernels and trainer.arithmetic == "kernels"
+    device = trainer.device(config.training)
     if engine == "exact" and by_kernels and device == "cpu":
         return "exact", "engine and packed trainer round at the same points in equal formats"
     if engine == "kernels" and by_kernels and device == "cuda" and config.training.deterministic:
@@ -162,14 +164,16 @@ def contract_of(config: RunConfig) -> tuple[Contract, str]:
 
 
 def _differing(config: RunConfig) -> list[str]:
-    rollout, training = config.precision.rollout, config.precision.training
+    rollout = config.precision.rollout
+    training = config.precision.training
     pairs = {name: (getattr(rollout, name), getattr(training, name)) for name in ("linear", "kv_cache", "head")}
     return [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if a != b]
 
 
 def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
     # A loss mask has no rounding, and a gradient against the rewards is wrong in every format.
-    limits, ratio = {"mask_differing": 0.0}, _ratio_limits(config, contract)
+    limits = {"mask_differing": 0.0}
+    ratio = _ratio_limits(config, contract)
     # Each advantage has the sign of reward - mean reward of the group, so no part of a batch has a negative slope.
     if config.loss.policy in SHIPPED_LOSSES and not config.loss.distillation.weight:
         limits["reward_slope"] = 0.0
@@ -204,7 +208,8 @@ def crossed(bounds: StopBounds, history: Sequence[Mapping[str, float]]) -> Cross
     Raises UserError: no step measures what is bounded.
     """
     for name, limit in bounds.limits.items():
-        metric, bound = BOUNDED[name].name, f"alignment.stop.{name}"
+        metric = BOUNDED[name].name
+        bound = f"alignment.stop.{name}"
         if metric not in history[-1]:
             raise UserError(
                 f"{bound}: no step of the pipeline measures {metric}; add tasks.record:record, or set {bound} to none"

@@ -58,7 +58,7 @@ class RemoteWeights(dict[str, TensorSpec]):
         super().__init__(first.layouts)
         self.key = key
         self._digest = first.digest
-        self.on_gpu = [rank for rank, found in enumerate(exported) if found is not None and found.on_gpu]
+        self.on_gpu = [rank for rank, each in enumerate(exported) if each is not None and each.on_gpu]
 
     def digest(self) -> str:
         return self._digest
@@ -364,7 +364,7 @@ class RankedTrainer:
     def export(self) -> RemoteWeights:
         exported = self._by_all("export")
         weights = RemoteWeights(exported, self._key)
-        digests = [weights.digest() if found is None else found.digest for found in exported]
+        digests = [weights.digest() if export is None else export.digest for export in exported]
         agreed(self._workers.ranks, "other exported weights", digests)
         return weights
 

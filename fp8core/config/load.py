@@ -75,25 +75,25 @@ def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     before, after = (
         {key: json.dumps(value) for key, value in leaves(_numeric(dump, new)).items()} for dump in (old, new)
     )
-    found = [
+    changes = [
         f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
         for key in {**before, **after}
         if before.get(key) != after.get(key)
     ]
     if new["steps"] < old["steps"]:
-        found.insert(0, f"steps: {old['steps']} -> {new['steps']} (a run may get more steps, not fewer)")
-    return found
+        changes.insert(0, f"steps: {old['steps']} -> {new['steps']} (a run may get more steps, not fewer)")
+    return changes
 
 
 def _numeric(dump: Mapping[str, Any], measure: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `measure` decide whether ranks do."""
-    kept = {key: value for key, value in dump.items() if key not in NON_NUMERIC_KEYS}
-    if (precision := kept.get("precision", {})).get("attention") is None:
+    values = {key: value for key, value in dump.items() if key not in NON_NUMERIC_KEYS}
+    if (precision := values.get("precision", {})).get("attention") is None:
         # Runs of earlier versions have no such setting, and keep their digest.
-        kept["precision"] = {key: value for key, value in precision.items() if key != "attention"}
+        values["precision"] = {key: value for key, value in precision.items() if key != "attention"}
     if _ranks_count(measure):
-        kept["cluster"] = {"ranks": dump.get("cluster", {}).get("ranks")}
-    return kept
+        values["cluster"] = {"ranks": dump.get("cluster", {}).get("ranks")}
+    return values
 
 
 def _ranks_count(dump: Mapping[str, Any]) -> bool:

@@ -103,8 +103,8 @@ def _connect_optional(step: PlannedStep, needs: Collection[str], kinds: Mapping[
     """With each optional input that `needs` does not mention, where another step provides what it is named after."""
     free = {port: kind for port, kind in step.spec.optional_inputs.items() if port not in needs}
     own = step.outputs.values()
-    found = {port: port for port, kind in free.items() if kinds.get(port) == kind and port not in own}
-    return replace(step, inputs={**step.inputs, **found})
+    ports = {port: port for port, kind in free.items() if kinds.get(port) == kind and port not in own}
+    return replace(step, inputs={**step.inputs, **ports})
 
 
 def _check_port_names(step: str, direction: str, ports: Iterable[str], known: Mapping[str, str]) -> None:

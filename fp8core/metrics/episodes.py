@@ -85,12 +85,14 @@ def mismatch_by_turn(
     sampled, trained = (padded(table["logprobs"], torch.float32, 0.0) for table in (rollouts, logprobs))
     apart = (sampled.double() - trained.double()).abs()
     differ = sampled.view(torch.int32) != trained.view(torch.int32)
-    largest, differing = dict[str, float](), Counter[str]()
+    largest = dict[str, float]()
+    differing = Counter[str]()
     for turn in turns:
         row = rows.get(key_of(turn))
         if row is None or turn["begin"] == turn["end"]:
             continue
-        tokens, first = slice(turn["begin"], turn["end"]), 1 << turn["turn"].bit_length() - 1
+        tokens = slice(turn["begin"], turn["end"])
+        first = 1 << turn["turn"].bit_length() - 1
         name = f"turn_{first}" if first == 1 else f"turn_{first}_{2 * first - 1}"
         largest[name] = max(largest.get(name, 0.0), float(apart[row, tokens].max()))
         differing[name] += int(differ[row, tokens].sum())

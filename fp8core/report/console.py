@@ -18,7 +18,8 @@ from fp8core.report.chart import MISSING, format_value
 from fp8core.store.metrics import STEP
 
 SAMPLE_EVERY = 10
-_WIDTH, _HEADER_EVERY = 120, 20
+_WIDTH = 120
+_HEADER_EVERY = 20
 _LEGEND = (
     "tmpe 1: both policies give equal probabilities; differ: tokens where they do not\n"
     "!: the scores of every group were equal"
@@ -60,7 +61,8 @@ class Console:
         if len(self._seconds) % _HEADER_EVERY == 0:
             self._row({name: name for name in self._widths}, "slowest task")
         self._seconds.append(seconds)
-        step, newest = int(metrics[STEP]), self._seconds[-_HEADER_EVERY:]
+        step = int(metrics[STEP])
+        newest = self._seconds[-_HEADER_EVERY:]
         cells = {
             "step": f"{step}/{self._steps}",
             **{column.title: _cell(metric, metrics) for column, metric in _SHOWN.items()},

@@ -21,12 +21,15 @@ from fp8core.store.run_view import RunView
 
 _RIGHT = OUTCOME_SHARES["right"].name
 # Of all steps, those without a signal that decide; of completions, those that make a cause.
-_MANY, _MOST, _LEAST_SHOWN = 1 / 3, 0.5, 0.005
+_MANY = 1 / 3
+_MOST = 0.5
+_LEAST_SHOWN = 0.005
 # A fall leaves so little of the best level.
 _LITTLE = 0.25
 # Of eight rare events two or fewer come about with a probability of 1.4 %.
 _EXPECTED = 8
-_PROMPTS_OF_A_LEVEL, _LEAST_RIGHT = 32, 0.05
+_PROMPTS_OF_A_LEVEL = 32
+_LEAST_RIGHT = 0.05
 _SHOWN_CHARACTERS = 40
 
 
@@ -130,11 +133,11 @@ def diagnosis(evidence: Evidence) -> Diagnosis | None:
             f"fp8-grpo export {evidence.place} --step {step} FOLDER writes"
         )
         return Diagnosis("collapsed", f"Collapsed: {seen}{evidence.example}. {change}.", step)
-    found = _cause(evidence)
-    if found is None:
+    cause = _cause(evidence)
+    if cause is None:
         return None
-    cause, seen, change = found
-    return Diagnosis(cause.lower(), f"{cause}: {seen}. {change}.")
+    name, seen, change = cause
+    return Diagnosis(name.lower(), f"{name}: {seen}. {change}.")
 
 
 def _cause(evidence: Evidence) -> tuple[str, str, str] | None:

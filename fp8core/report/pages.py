@@ -178,7 +178,8 @@ def _log_axis(chart: Chart) -> tuple[float, dict[str, Any]]:
 
 
 def _trace(series: Series, lane: float) -> go.Scatter:
-    points, style = series.finite(), series.style
+    points = series.finite()
+    style = series.style
     dash = _DASHES[style % len(_DASHES)]
     look: dict[str, Any]
     if series.mark == "outline":
@@ -186,7 +187,8 @@ def _trace(series: Series, lane: float) -> go.Scatter:
     else:
         marker = {"size": 6, "maxdisplayed": 10 if len(points) > 40 else 0}
         look = {"mode": "lines+markers", "marker": marker, "line": {"dash": dash, "width": 1.5}}
-    x, y = [x for x, _ in points], [y for _, y in points]
+    x = [x for x, _ in points]
+    y = [y for _, y in points]
     look = {"hovertemplate": "%{customdata}", "customdata": [*map(short, y)], **look}
     trace = go.Scatter(name=_text(series.label), x=x, y=[max(value, lane) for value in y], **look)
     return trace.update(line_color=_ink(style), marker_color=_ink(style))

@@ -53,12 +53,12 @@ class RunData:
     @property
     def generating(self) -> dict[int, float]:
         """Seconds of generation by step, with those beside the update, whatever the pipeline calls its steps."""
-        found: dict[int, float] = defaultdict(float)
+        seconds: dict[int, float] = defaultdict(float)
         for commit in self.view.commits:
             for name, task in commit.tasks.items():
                 if commit.step in self.seconds.get(name, {}) and _GENERATED & {r.kind for r in task.outputs.values()}:
-                    found[commit.step] += self.seconds[name][commit.step]
-        return found
+                    seconds[commit.step] += self.seconds[name][commit.step]
+        return seconds
 
     @property
     def requested(self) -> int | None:

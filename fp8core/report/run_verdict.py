@@ -40,7 +40,8 @@ class Answer(NamedTuple):
 
 def answer(history: History, prompts: int | None = None, left: int = 0) -> Answer:
     """The answer of a history, to which a run may still add `left` steps; held-out accuracy is of so many `prompts`."""
-    rewards, heldout = finite(history, REWARD.name), finite(history, HELDOUT.name)
+    rewards = finite(history, REWARD.name)
+    heldout = finite(history, HELDOUT.name)
     if not rewards:
         return Answer("too short to tell", None)
     edge = edge_steps(len(rewards))
@@ -83,8 +84,8 @@ def change_error(values: Sequence[float], edge: int) -> tuple[float, int]:
     observed = np.asarray(values, np.float64)
     noise = observed - basis @ (basis.T @ observed)
     power = float(noise @ noise)
-    found = float(noise[1:] @ noise[:-1]) / power if power else 0.0
-    phi = min(max((found + 3 / count) / (1 - 6 / count), 0.0), _MOST_CORRELATED)
+    correlation = float(noise[1:] @ noise[:-1]) / power if power else 0.0
+    phi = min(max((correlation + 3 / count) / (1 - 6 / count), 0.0), _MOST_CORRELATED)
     degrees = count - 1 - _FITTED
     new = noise[1:] - phi * noise[:-1]
     variance = float(new @ new) / degrees / (1 - phi**2)
@@ -150,13 +151,13 @@ def verdict(run: RunData) -> Verdict:
     judged = answer(run.history, None if config is None else config.evaluation.prompts, run.left)
     last = [done for examples in run.examples[-1:] for done in examples.completions]
     text = "".join(piece.text for done in last[:1] for piece in done.pieces)
-    found = diagnosis(Evidence(run.history, config, judged.learning, text, run_commands(run.view)[0]))
-    action = _next(run, judged.learning, found)
-    result = found.cause if found is not None and found.step is not None else judged.learning
+    cause = diagnosis(Evidence(run.history, config, judged.learning, text, run_commands(run.view)[0]))
+    action = _next(run, judged.learning, cause)
+    result = cause.cause if cause is not None and cause.step is not None else judged.learning
     return Verdict(
-        found,
+        cause,
         [
-            *([] if found is None else [found.sentence]),
+            *([] if cause is None else [cause.sentence]),
             _result(run, judged.reward, result, agreement(run.history, why)),
             *([] if action is None else [f"Next: {action}."]),
         ],
@@ -172,7 +173,8 @@ def _result(run: RunData, direction: int | None, result: str, compared: str) -> 
         learned.append(f"held-out accuracy {' to '.join(three_decimals(heldout[end]) for end in ends)}")
     if rewards:
         chance = "" if direction is None else ", beyond chance" if direction else ", within chance"
-        first, last = three_decimals(first_steps(rewards)), three_decimals(last_steps(rewards))
+        first = three_decimals(first_steps(rewards))
+        last = three_decimals(last_steps(rewards))
         learned.append(f"reward {first} to {last}{chance}")
     speed = rollout_speed(run)
     paces = [f"{short(median(run.busy.values()))} s of tasks a step"] if run.busy else []

@@ -9,7 +9,8 @@ from fp8core.metrics.rollout import TOKENS
 from fp8core.rl.alignment_metrics import COMPARED, TMPE, TOKENS_DIFFERING
 from fp8core.store.metrics import HELDOUT, History, Interval, series
 
-REPORT, CURVES = "report.html", "curves.png"
+REPORT = "report.html"
+CURVES = "curves.png"
 
 EDGE_STEPS = 10
 Learning = Literal["learned", "learned its prompts alone", "not learned", "got worse", "too short to tell"]

@@ -59,7 +59,9 @@ def _numbers(run: RunData) -> dict[str, str | None]:
         _, values = series(run.history, metric.name)
         for label, summary in metric.numbers.items():
             measured[label] = format_value(_SUMMARIES[summary](values), metric.form) if values else None
-    speed, steps, bounds = rollout_speed(run), run.view.steps, stored_bounds(run.view.config)
+    speed = rollout_speed(run)
+    steps = run.view.steps
+    bounds = stored_bounds(run.view.config)
     return {
         "state": run.status,
         **measured,
@@ -79,7 +81,9 @@ def _gap(history: History) -> str | None:
     row = next((row for row in history if GAP.name in row), None)
     if row is None:
         return None
-    low, high, prompts = row[GAP_LOW.name], row[GAP_HIGH.name], int(row[GAP_PROMPTS.name])
+    low = row[GAP_LOW.name]
+    high = row[GAP_HIGH.name]
+    prompts = int(row[GAP_PROMPTS.name])
     return f"{row[GAP_DIFFERENCE.name]:+.3f} [{low:+.3f}, {high:+.3f}] on {counted(prompts, 'prompt')}"
 
 

@@ -85,7 +85,8 @@ def difference_histogram(samples: Sequence[tuple[int, str, TokenSample]]) -> Cha
 
 
 def _steps(sample: TokenSample) -> str:
-    first, last = sample.steps[0], sample.steps[-1]
+    first = sample.steps[0]
+    last = sample.steps[-1]
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 

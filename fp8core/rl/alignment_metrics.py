@@ -133,16 +133,19 @@ def alignment_metrics(training: Tensor, rollout: Tensor, mask: Tensor, cap: floa
     Raises ValueError: there is no unmasked token, or one has NaN or infinity.
     """
     assert cap >= 1, f"cap={cap}: the truncation cap of importance weights"
-    training, rollout = training.detach(), rollout.detach()
+    training = training.detach()
+    rollout = rollout.detach()
     _check(training, rollout, mask)
     lengths = mask.sum(dim=1).cpu()
     lengths = lengths[lengths > 0]
     if not len(lengths):
         raise ValueError("no unmasked token: alignment metrics of an empty batch are undefined")
-    training, rollout = training[mask].double().cpu(), rollout[mask].double().cpu()
+    training = training[mask].double().cpu()
+    rollout = rollout[mask].double().cpu()
     d = training - rollout
     ranked = _ranked(d)
-    bounded, sizes = clamp_exponent(ranked), _ranked(ranked.abs())
+    bounded = clamp_exponent(ranked)
+    sizes = _ranked(ranked.abs())
     w = bounded.exp()
     truncated = w.clamp(max=cap)
     differing = training.float().view(torch.int32) != rollout.float().view(torch.int32)
@@ -187,7 +190,8 @@ def _mean(values: Tensor) -> float:
 
 def _by_position(d: Tensor, lengths: Tensor) -> dict[str, float]:
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    positions, result = torch.arange(len(starts)) - starts, {}
+    positions = torch.arange(len(starts)) - starts
+    result = {}
     for start, stop in zip(POSITION_STARTS, (*POSITION_STARTS[1:], None), strict=True):
         inside = positions >= start if stop is None else (positions >= start) & (positions < stop)
         if inside.any():

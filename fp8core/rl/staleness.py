@@ -65,11 +65,11 @@ def lag_metrics(
         return {}
     ratio = log_ratio(old, rollout, mask).exp()
     outside = clip.clip(ratio) != ratio
-    found = _lag(old, rollout, mask, cap)
+    metrics = _lag(old, rollout, mask, cap)
     for suffix, inside in by_age(ages, mask):
-        found |= {f"{name}_{suffix}": value for name, value in _lag(old, rollout, inside, cap).items()}
-        found[f"share_outside_clip_{suffix}"] = float(outside[inside].double().mean())
-    return found
+        metrics |= {f"{name}_{suffix}": value for name, value in _lag(old, rollout, inside, cap).items()}
+        metrics[f"share_outside_clip_{suffix}"] = float(outside[inside].double().mean())
+    return metrics
 
 
 def _lag(old: Tensor, rollout: Tensor, mask: Tensor, cap: float) -> dict[str, float]:

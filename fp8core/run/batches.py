@@ -162,12 +162,12 @@ def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
 
     Both are relative to the smallest reward of the group: what rounding leaves of a reward at the mean has the same
     sign."""
-    found, place = groups.unique(return_inverse=True)
-    counts = torch.bincount(place[rows], minlength=len(found))
-    lowest = torch.full((len(found),), torch.inf, dtype=torch.float64)
+    labels, place = groups.unique(return_inverse=True)
+    counts = torch.bincount(place[rows], minlength=len(labels))
+    lowest = torch.full((len(labels),), torch.inf, dtype=torch.float64)
     lowest = lowest.scatter_reduce(0, place[rows], rewards[rows].double(), "amin").where(counts > 0, 0.0)
     above = rewards - lowest[place]
-    sums = torch.bincount(place[rows], above[rows], len(found))
+    sums = torch.bincount(place[rows], above[rows], len(labels))
     return above - (sums / counts.clamp_min(1))[place]
 
 

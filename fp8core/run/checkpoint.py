@@ -89,9 +89,9 @@ def _load(run: RunContext, entry: CheckpointEntry, folder: Path) -> str | None:
     if not folder.is_dir():
         return "the checkpoint is missing"
     try:
-        found = folder_digest(folder)
-        if found != entry.digest:
-            return f"the checkpoint is damaged: digest {found}, the ledger says {entry.digest}"
+        digest = folder_digest(folder)
+        if digest != entry.digest:
+            return f"the checkpoint is damaged: digest {digest}, the ledger says {entry.digest}"
         check_checkpoint(folder, entry.step, entry.weights_digest)
         run.trainer.load(folder)
     except OSError as error:

@@ -54,7 +54,9 @@ def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[
     key = step_key(run, index, planned, inputs)
     if (stored := stored_result(run, index, planned, key)) is not None:
         return stored
-    step, began, started = import_step(planned.uses), time.perf_counter(), time.time()
+    step = import_step(planned.uses)
+    began = time.perf_counter()
+    started = time.time()
     with run.console.part(f"step {index}, {planned.name}"), task_errors(index, planned.name):
         made = step(run, index, planned.options, **inputs)
         kinds = {port: ref.kind for port, ref in made.items()}
@@ -79,18 +81,22 @@ def run_start_task(
     key = _task_key(run, START, name, parts)
     if (stored := _stored(run, START, name, key)) is not None:
         return stored
-    began, started = time.perf_counter(), time.time()
+    began = time.perf_counter()
+    started = time.time()
     with run.console.part(f"step {START}, {name}"), task_errors(START, name):
         outputs = body()
     return _commit(run, START, name, key, outputs, began, started)
 
 
 def finished_steps(run: RunContext, index: int, start: Mapping[str, Ref]) -> list[PlannedStep]:
-    stored, artifacts, finished = run.directory.ledger.tasks(index), dict(start), list[PlannedStep]()
+    stored = run.directory.ledger.tasks(index)
+    artifacts = dict(start)
+    finished = list[PlannedStep]()
     for planned in run.graph.steps:
         if planned.name in stored and artifacts.keys() >= set(planned.inputs.values()):
             inputs = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
-            entry, key = stored[planned.name], step_key(run, index, planned, inputs)
+            entry = stored[planned.name]
+            key = step_key(run, index, planned, inputs)
             if entry.key == key and intact(run, entry.outputs):
                 artifacts |= entry.outputs
                 finished.append(planned)
@@ -174,7 +180,8 @@ def commit_step(run: RunContext, index: int) -> None:
     manifest = _manifest(run, index)
     ref = run.store.put_json("manifest", manifest.model_dump(mode="json"))
     durable.write_file(run.directory.path / manifest_place(index), f"{manifest.model_dump_json(indent=2)}\n".encode())
-    now, before = time.time_ns() // 1_000_000, run.directory.ledger.step(index - 1)
+    now = time.time_ns() // 1_000_000
+    before = run.directory.ledger.step(index - 1)
     run.directory.ledger.append(
         StepEntry(
             step=index,

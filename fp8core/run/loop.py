@@ -138,22 +138,22 @@ def save_last(run: RunContext, execution: Execution = IN_PROCESS) -> None:
 
 def watch(run: RunContext, execution: Execution = IN_PROCESS) -> None:
     """Raises TrainingPaused, BoundError: by `alignment.stop.action`."""
-    found = _crossing(run)
+    crossing = _crossing(run)
     step = next_step(run) - 1
     action = stop_bounds(run.config).action
-    if found is None:
+    if crossing is None:
         return
     assert action != "none", "nothing is crossed where nothing is judged"
     if action != "warn":
         save_last(run, execution)
-    run.directory.ledger.append(BoundEntry(step=step, bound=found.bound, action=action, reason=found.reason))
+    run.directory.ledger.append(BoundEntry(step=step, bound=crossing.bound, action=action, reason=crossing.reason))
     execution.written(run)
-    told = f"step {step}: {found.reason}"
-    run.console.note(f"{action}: {told}")
+    reason = f"step {step}: {crossing.reason}"
+    run.console.note(f"{action}: {reason}")
     if action == "pause":
-        raise TrainingPaused(f"paused after {told}")
+        raise TrainingPaused(f"paused after {reason}")
     if action == "fail":
-        raise BoundError(f"failed after {told}")
+        raise BoundError(f"failed after {reason}")
 
 
 def next_step(run: RunContext) -> int:
@@ -180,8 +180,8 @@ def _crossing(run: RunContext) -> Crossing | None:
     if not bounds.judges or last == START or run.directory.ledger.bounds(last):
         return None
     first = last - bounds.patience + 1
-    if first > START and not run.directory.ledger.bounds(first) and (found := crossed_since(first)):
-        return found
-    if bounds.action != "warn" and (found := crossed_since(last)):
-        run.console.note(f"warn: step {last}: {found.reason}; {bounds.action} after {bounds.patience} such steps")
+    if first > START and not run.directory.ledger.bounds(first) and (crossing := crossed_since(first)):
+        return crossing
+    if bounds.action != "warn" and (crossing := crossed_since(last)):
+        run.console.note(f"warn: step {last}: {crossing.reason}; {bounds.action} after {bounds.patience} such steps")
     return None

@@ -103,7 +103,7 @@ def open_run(
             console.note(note)
         data = source.digest()
         if replayed is None:
-            check_other_data(config, directory.ledger, data)
+            check_same_data(config, directory.ledger, data)
         if replayed is None and not directory.ledger.holds_work():
             first = next(iter(source.to_check()))
             if (failure := failed_answer(first, config, verifier)) is not None:
@@ -176,7 +176,7 @@ def check_inputs(config: RunConfig) -> None:
     source = build_source(config.data, config.evaluation)
     # With `skip` the verifier decides which rows are read.
     if (ledger := stored_ledger(config)) is not None and config.data.unreadable == "refuse":
-        check_other_data(config, ledger, source.digest())
+        check_same_data(config, ledger, source.digest())
     base = find_base(config)
     # A run that goes on has its warm start behind it, and reads them no more.
     trained = ledger is not None and "warm_start" in ledger.tasks(START)
@@ -185,7 +185,7 @@ def check_inputs(config: RunConfig) -> None:
     with closing(build_verifier(config.reward)) as verifier:
         source = check_data(config, base, source, verifier).source
     if ledger is not None:
-        check_other_data(config, ledger, source.digest())
+        check_same_data(config, ledger, source.digest())
     if base.checkpoint is not None:
         base.checkpoint.check_head()
     if config.environment is not None:
@@ -280,7 +280,7 @@ def check_folder(config: RunConfig, *, new_code: bool = False) -> None:
             check_run(described, LedgerView.read(folder / LEDGER), config, config.run, new_code=new_code)
 
 
-def check_other_data(config: RunConfig, ledger: LedgerView, data: str | None) -> None:
+def check_same_data(config: RunConfig, ledger: LedgerView, data: str | None) -> None:
     last = ledger.last_segment()
     if not ledger.holds_work() or last is None or last.data in (None, data):
         return

@@ -63,14 +63,14 @@ def push(run: StepContext, scales: PolicyScales) -> dict[str, Any]:
     check_report(report, shipped.digest(), scales, trainer.version)
     described = engine.describe()
     check_formats(described, run.config.precision)
-    found = compare_probe(expected, engine.score(probes, run.config.rollout.temperature))
-    check_probe(run, found, trainer.version)
+    probe = compare_probe(expected, engine.score(probes, run.config.rollout.temperature))
+    check_probe(run, probe, trainer.version)
     return {
         "version": report.version,
         "digest": report.digest,
         "scales": [vars(layer) for layer in report.scales.layers],
         "engine": described,
-        "probe": found,
+        "probe": probe,
     }
 
 
@@ -118,7 +118,7 @@ def compare_probe(expected: Sequence[float], engines: Sequence[Sequence[float]])
         differing = sum(d != 0 for d in differences)
         return {"tokens": len(differences), "differing": differing, "error": sum(errors) / len(errors)}
 
-    return max(map(compared, engines), key=lambda found: (found["error"], found["differing"]))
+    return max(map(compared, engines), key=lambda gap: (gap["error"], gap["differing"]))
 
 
 def check_probe(run: StepContext, found: dict[str, float], version: int) -> None:

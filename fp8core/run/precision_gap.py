@@ -77,7 +77,7 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
     with closing(build_engine(other, run.arch)) as engine, run.console.part("precision gap, held-out in BF16"):
         engine.update(stored, PolicyScales(0, ()), 0)
         scores = heldout_accuracy(run, engine, count)[0]["scores"]
-    scored, scored_in_bf16 = ([found[name] for name in names] for found in (evaluated["scores"], scores))
+    scored, scored_in_bf16 = ([columns[name] for name in names] for columns in (evaluated["scores"], scores))
     differences = [a - b for a, b in zip(scored, scored_in_bf16, strict=True)]
     return {
         "prompts": count,
@@ -107,12 +107,12 @@ def gap_line(gap: dict[str, Any]) -> str:
 @torch.no_grad()
 def _logprobs_in(run: RunContext, bf16: Forward, batch: TokenBatch) -> Tensor:
     temperature = run.config.rollout.temperature
-    found = list[Tensor]()
+    chunks = list[Tensor]()
     parts = [part for _, part in batch.slices(run.config.training.micro_batch)]
     for part in parts:
-        tell_progress(len(found), len(parts))
-        found.append(bf16.decoder.completion_logprobs(bf16.weights, part, temperature)[0])
-    return torch.cat(found)
+        tell_progress(len(chunks), len(parts))
+        chunks.append(bf16.decoder.completion_logprobs(bf16.weights, part, temperature)[0])
+    return torch.cat(chunks)
 
 
 def measure_parts(config: RunConfig, problems: Sequence[Problem], progress: Progress) -> PartCosts:

@@ -68,7 +68,8 @@ def pipeline_of(config: RunConfig) -> StepGraph:
 
 
 def _check_source(config: RunConfig) -> None:
-    source, trainer = config.logprobs.source, trainer_of(config.training)
+    source = config.logprobs.source
+    trainer = trainer_of(config.training)
     if source == "pass":
         return
     place = f"logprobs.source={source}"
@@ -86,7 +87,8 @@ def _check_source(config: RunConfig) -> None:
 def _check_ahead(config: RunConfig) -> None:
     if config.pipeline.mode == "synchronous":
         return
-    place, rollout = f"pipeline.mode={config.pipeline.mode}", config.rollout
+    place = f"pipeline.mode={config.pipeline.mode}"
+    rollout = config.rollout
     if config.pipeline.mode == "asynchronous" and continuation_of(config) == "none":
         raise UserError(
             f"{place}: rollout.engine={rollout.engine} does not go on from what was begun; set it to embedded, or "
@@ -120,7 +122,8 @@ def _check_staleness(config: RunConfig, reason: str) -> None:
 
 def uncorrected_lag(config: RunConfig) -> str | None:
     """A warning where tokens of older policies count as if the newest had written them; None where there is none."""
-    pipeline, rule = config.pipeline, correction_rule(config.correction)
+    pipeline = config.pipeline
+    rule = correction_rule(config.correction)
     # A loss without a ratio has no clip.
     clipped = ratio_holds_age(config) and config.loss.policy != "reinforce"
     weighed = rule.weighting.level != "none" or rule.rejects or clipped

@@ -102,7 +102,8 @@ def _make_again(run: RunContext, index: int) -> None:
 
 def _redo(run: RunContext, index: int, planned: PlannedStep) -> None:
     """Run a finished task again. Raises RedoError: an exact run redid otherwise what its own code made."""
-    ledger, before = run.directory.ledger, carried(run, index)
+    ledger = run.directory.ledger
+    before = carried(run, index)
     # Of its own step a task reads what was stored then, even where a redo gave something else to those after it.
     own = ledger.artifacts(index)
     inputs = {port: (before if name in before else own)[name] for port, name in planned.inputs.items()}
@@ -154,7 +155,8 @@ def _stream_writer(run: RunContext) -> PlannedStep:
 
 def _restart_completions_of_lost_policies(run: RunContext, last: int) -> None:
     """Restart completions in flight whose policy was replaced or is of other code: no pass would score their tokens."""
-    store, artifact = run.store, run.graph.carries["stream"]
+    store = run.store
+    artifact = run.graph.carries["stream"]
     stored = carried(run, last + 1)["stream"]
     table = store.get_table(stored)
     same_code = code_of(run, last) == run.code_version
@@ -199,17 +201,18 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
     run.sleep_engine()
     _rebuild_kept_policies(run, needed)
     policies = {version: run.workers.policy_versions[version] for version in needed}
-    trainer, found = run.trainer, (torch.zeros(versions.shape), torch.zeros(versions.shape))
+    trainer = run.trainer
+    scores = (torch.zeros(versions.shape), torch.zeros(versions.shape))
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     for version, policy in policies.items():
         rows = (versions == version).any(dim=1).nonzero()[:, 0]
         chosen = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.response_mask[rows])
         scored = trainer.logprobs_of(policy.tensors, chosen, run.config.rollout.temperature, policy.scales.layers)
-        for into, part in zip(found, (scored.logprobs, scored.entropy), strict=True):
+        for into, part in zip(scores, (scored.logprobs, scored.entropy), strict=True):
             longest = part.shape[1]
             of_version = versions[rows, :longest] == version
             into[rows, :longest] = torch.where(of_version, part, into[rows, :longest])
-    return found
+    return scores
 
 
 def verified_rows(run: RunContext, index: int, policy_mask: Tensor) -> list[int]:

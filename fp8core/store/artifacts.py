@@ -73,19 +73,19 @@ def _reading(path: Path) -> Iterator[None]:
 def read_checked(path: Path, digest: str) -> bytes:
     with _reading(path):
         data = path.read_bytes()
-    _check_other(path, hashlib.sha256(data).hexdigest(), digest)
+    _check_digest(path, hashlib.sha256(data).hexdigest(), digest)
     return data
 
 
 def _check_content(path: Path, digest: str) -> None:
     with _reading(path):
-        found = durable.file_digest(path)
-    _check_other(path, found, digest)
+        actual = durable.file_digest(path)
+    _check_digest(path, actual, digest)
 
 
-def _check_other(path: Path, found: str, digest: str) -> None:
-    if found != digest:
-        raise ArtifactError(f"{path}: content differs: SHA-256 {found}, expected {digest}")
+def _check_digest(path: Path, actual: str, digest: str) -> None:
+    if actual != digest:
+        raise ArtifactError(f"{path}: content differs: SHA-256 {actual}, expected {digest}")
 
 
 class ArtifactStore:
@@ -110,9 +110,9 @@ class ArtifactStore:
         return True
 
     def put_back(self, ref: Ref, source: "ArtifactStore") -> None:
-        found = source.path(ref)
-        _check_content(found, ref.digest)
-        durable.ensure_copy(self._root / ref.uri, found, ref.digest)
+        file = source.path(ref)
+        _check_content(file, ref.digest)
+        durable.ensure_copy(self._root / ref.uri, file, ref.digest)
 
     def put_table(self, kind: str, table: pa.Table) -> Ref:
         ref = self._commit(kind, "parquet", encode_table(table))

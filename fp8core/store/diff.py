@@ -35,7 +35,7 @@ def first_difference(ours: StepRecord, theirs: StepRecord, order: Sequence[str])
 
 def causes(ours: StepRecord, theirs: StepRecord) -> list[Difference]:
     left, right = (_circumstances(record) for record in (ours, theirs))
-    return [found for field in CAUSES for found in value_differences(field, left[field], right[field])]
+    return [difference for field in CAUSES for difference in value_differences(field, left[field], right[field])]
 
 
 def metric_differences(
@@ -43,13 +43,13 @@ def metric_differences(
 ) -> list[Difference]:
     """Two values agree within `absolute`, or within `relative` times the larger magnitude."""
     names = sorted({*ours, *theirs}, key=lambda name: (_rank(name.partition("/")[0], _SECTIONS), name))
-    found = []
+    differences = []
     for name in names:
         left = ours.get(name)
         right = theirs.get(name)
         if left is None or right is None or abs(left - right) > max(absolute, relative * max(abs(left), abs(right))):
-            found.append(Difference(name, left, right))
-    return found
+            differences.append(Difference(name, left, right))
+    return differences
 
 
 def content_differences(field: str, ours: Contents, theirs: Contents) -> Iterator[Difference]:
@@ -58,12 +58,12 @@ def content_differences(field: str, ours: Contents, theirs: Contents) -> Iterato
 
 
 def _circumstances(record: StepRecord) -> dict[str, Any]:
-    found = record.model_dump(mode="json", include=set(CAUSES))
-    for said in found["executed"].values():
+    values = record.model_dump(mode="json", include=set(CAUSES))
+    for said in values["executed"].values():
         if isinstance(said, dict):
             # The scales that an engine reports are a result; `scales_digest` compares them.
             said.pop("scales", None)
-    return found
+    return values
 
 
 def _differences(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> Iterator[Difference]:
@@ -124,23 +124,23 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
     if not common:
         raise UserError(f"{ours.folder} and {theirs.folder}: no step is committed in both")
     settings = _settings(ours, theirs)
-    configuration = [found for found in settings if _section(found) not in NON_NUMERIC_KEYS]
+    configuration = [difference for difference in settings if _section(difference) not in NON_NUMERIC_KEYS]
     explained = {"config_digest"} if configuration else set()
-    explained |= {found.path for found in configuration}
-    notes = {found.path: found for found in settings if _section(found) in NON_NUMERIC_KEYS}
+    explained |= {difference.path for difference in configuration}
+    notes = {difference.path: difference for difference in settings if _section(difference) in NON_NUMERIC_KEYS}
     circumstances: dict[str, tuple[int, Difference]] = {}
     first_step = None
     first_metric = None
     order = [planned.name for planned in ours.config.pipeline.steps] if ours.config is not None else []
     for step in common:
         here, there = (ArtifactStore(run.folder).get_manifest(run.steps[step].entry.manifest).record for run in runs)
-        for found in causes(here, there):
-            if found.path in _NOTED:
-                notes.setdefault(found.path, found)
-            elif found.path not in explained:
+        for cause in causes(here, there):
+            if cause.path in _NOTED:
+                notes.setdefault(cause.path, cause)
+            elif cause.path not in explained:
                 # Shown library by library; of other circumstances the first difference is enough.
-                kind = found.path if _section(found) == "versions" else _section(found)
-                circumstances.setdefault(kind, (step, found))
+                kind = cause.path if _section(cause) == "versions" else _section(cause)
+                circumstances.setdefault(kind, (step, cause))
         difference = first_difference(here, there, order)
         if difference is not None:
             first_step = first_step or (step, difference)
@@ -187,14 +187,14 @@ def content_difference(ours: ArtifactStore, our_ref: Ref, theirs: ArtifactStore,
 
 
 def value_difference(ours: JsonValue, theirs: JsonValue) -> str | None:
-    found = next(value_differences("", ours, theirs), None)
-    return None if found is None else shorten(str(found).removeprefix("."), 160, placeholder="...")
+    difference = next(value_differences("", ours, theirs), None)
+    return None if difference is None else shorten(str(difference).removeprefix("."), 160, placeholder="...")
 
 
 def table_difference(ours: pa.Table, theirs: pa.Table) -> str | None:
     if ours.column_names != theirs.column_names:
         return f"columns {', '.join(ours.column_names)} against {', '.join(theirs.column_names)}"
     for row, (left, right) in enumerate(zip(ours.to_pylist(), theirs.to_pylist(), strict=False)):
-        if (found := value_difference(left, right)) is not None:
-            return f"row {row}, column {found}"
+        if (difference := value_difference(left, right)) is not None:
+            return f"row {row}, column {difference}"
     return None if ours.num_rows == theirs.num_rows else f"{ours.num_rows} rows against {theirs.num_rows}"

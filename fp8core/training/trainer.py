@@ -218,7 +218,8 @@ class PolicyTrainer(ABC):
 
     def __init__(self, training: TrainingConfig, objective: Objective) -> None:
         self.version = 0
-        self._config, self._objective = training, objective
+        self._config = training
+        self._objective = objective
         self._updates = 0
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> TrainReport:
@@ -296,7 +297,8 @@ class PolicyTrainer(ABC):
     def _learning_rate(self, update: int, of_step: int) -> float:
         """Of an update, from 1 in all and in its step. A step with fewer updates than `minibatches` passes over the
         places of the others."""
-        config, schedule = self._config, self._config.learning_rate_schedule
+        config = self._config
+        schedule = self._config.learning_rate_schedule
         peak = max(1, config.warmup_steps)
         if schedule.kind == "constant" or update <= peak:
             return config.learning_rate * min(1.0, update / peak)
@@ -341,8 +343,8 @@ def first_differing(theirs: Tensor, ours: Tensor, mask: Tensor, origin: str = "t
     if not len(differing):
         return None
     token = int(differing[0])
-    found = f"{origin} gave the log-prob {float(theirs[token])!r}, this forward {float(ours[token])!r}"
-    return f"token {token}: {found}"
+    text = f"{origin} gave the log-prob {float(theirs[token])!r}, this forward {float(ours[token])!r}"
+    return f"token {token}: {text}"
 
 
 def shares(rows: int, count: int) -> list[slice]:
