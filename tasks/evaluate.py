@@ -3,9 +3,8 @@
 from fp8core.config.steps import NoOptions
 from fp8core.run.context import RunContext
 from fp8core.run.execute import stored_manifest
-from fp8core.run.rollouts import heldout_artifacts, stored_evaluation
+from fp8core.run.rollouts import heldout_artifacts, stored_evaluation, turn_table
 from fp8core.store.artifacts import Ref
-from fp8core.store.tables import TURNS
 from tasks.step import step
 
 
@@ -20,7 +19,7 @@ def evaluate(
     """Every `evaluation.every` steps and at the last; the evaluation of other steps is empty."""
     if _due(run, index):
         return heldout_artifacts(run, index)
-    return stored_evaluation(run, {}, None if run.config.environment is None else TURNS.empty_table())
+    return stored_evaluation(run, {}, turn_table([], run.config))
 
 
 def _due(run: RunContext, index: int) -> bool:

@@ -86,8 +86,7 @@ def record(run: StepContext, index: int, options: NoOptions, **artifacts: Ref) -
         rows = {key: row for key, row in row_numbers(completions).items() if compared[row]}
         metrics |= turn_metrics(played, completions, against, rows)
     if "next_stream" in artifacts:
-        columns = STREAM_COLUMNS if run.config.environment is None else [*STREAM_COLUMNS, "written"]
-        before, after = (store.get_table(artifacts[name], columns) for name in ("left", "next_stream"))
+        before, after = (store.get_table(artifacts[name], STREAM_COLUMNS) for name in ("left", "next_stream"))
         metrics |= stream_metrics(before, after, store.get_json(artifacts["schedule"])["chunks"])
     if "kv_statistics" in artifacts:
         statistics = store.get_json(artifacts["kv_statistics"])

@@ -12,7 +12,7 @@ from fp8core.rollout.stream import Row, Stream, StreamLimits
 from fp8core.run.batches import token_batch
 from fp8core.run.context import RunContext
 from fp8core.run.resume import behaviour_logprobs, verified_rows
-from fp8core.run.rollouts import answers, check_episodes, row_tables, stored_endings, turns_of
+from fp8core.run.rollouts import answers, check_episodes, row_tables, stored_endings
 from fp8core.run.stream_writer import StreamPrompts, StreamWriter, opened_stream, table_in_flight
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS
@@ -64,7 +64,7 @@ def rollout(
     run.sleep_engine()
     # Before the log-probs are verified: some episode must have a token for that.
     if index not in judged:
-        check_episodes(run, index, turns_of(rows))
+        check_episodes(run, index, rows)
     numbers = {place: number for number, place in enumerate(sorted({(row.batch, row.group) for row in rows}))}
     rows = [replace(row, group=numbers[row.batch, row.group]) for row in rows]
     rollouts, turns = row_tables(rows, config, run.tokenizer)

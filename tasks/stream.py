@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from fp8core.config.steps import NoOptions
 from fp8core.rollout.stream import chunks_of, run_ahead
 from fp8core.run.context import RunContext
-from fp8core.run.rollouts import check_episodes, turns_of
+from fp8core.run.rollouts import check_episodes
 from fp8core.run.stream_writer import StreamPrompts, StreamWriter, opened_stream, table_in_flight
 from fp8core.store.artifacts import Ref
 from tasks.step import step
@@ -29,8 +29,7 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     # A run cannot play again those of a stored stream. One prompt may well fail, so only whole steps are judged.
     for batch in opened.whole():
         if batch not in judged:
-            rows = [row for row in opened.rows if row.batch == batch]
-            check_episodes(run, index, turns_of(rows))
+            check_episodes(run, index, [row for row in opened.rows if row.batch == batch])
     return {
         "next_stream": store.put_table("stream", table_in_flight(run, opened.rows)),
         "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),

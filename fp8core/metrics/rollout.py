@@ -57,7 +57,7 @@ BESIDE = Metric(
 )
 IN_A_ROW = Metric("rollout/decode_steps_beside_update", "tokens in a row that the update hid, at most")
 STREAM_METRICS = (IN_FLIGHT, WAITING, AHEAD, BESIDE, IN_A_ROW, UNVERIFIABLE)
-STREAM_COLUMNS = ["batch", "group", "finish", "tokens", "ended"]
+STREAM_COLUMNS = ["batch", "group", "finish", "tokens", "ended", "written"]
 """What `stream_metrics` reads, and `written` of episodes."""
 
 

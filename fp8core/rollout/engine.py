@@ -102,7 +102,7 @@ class Completion:
         policy_mask = None if self.policy_mask is None else self.policy_mask[before:]
         tokens = self.tokens[before:]
         logprobs = self.logprobs[before:]
-        return replace(self, tokens=tokens, logprobs=logprobs, experts=None, policy_mask=policy_mask)
+        return replace(self, tokens=tokens, logprobs=logprobs, policy_mask=policy_mask)
 
 
 @dataclass(frozen=True)

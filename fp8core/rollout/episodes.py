@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, cast
 
 from fp8core.environments.chat import Conversation, ObservationError, Talk
@@ -296,14 +297,29 @@ class MultiTurn:
 
 
 def one_turn_episodes(
-    engine: RolloutEngine, groups: Sequence[PromptGroup], sampling: Sampling
+    engine: RolloutEngine,
+    groups: Sequence[PromptGroup],
+    sampling: Sampling,
+    begun: Mapping[Key, Begun | Episode] = MappingProxyType({}),
 ) -> Iterator[list[Episode]]:
-    prompts = {group.group: group.prompt for group in groups}
+    """Episodes that the policy's turn ends, in the parts in which the engine gives them.
+
+    `begun`: tokens and log-probs of those that go on from `PromptGroup.begun`."""
+    asked = {group.group: group for group in groups}
     left = sum(len(group.samples) for group in groups)
     for part in engine.generate(groups, sampling) if groups else ():
         left -= len(part)
-        yield [Episode(done, prompts[done.group], (), "judge", 0.0, "") for done in part]
+        yield [_one_turn(done, asked[done.group], begun.get((done.group, done.sample))) for done in part]
     assert left == 0, "the engine ended without all completions"
+
+
+def _one_turn(done: Completion, group: PromptGroup, begun: Begun | Episode | None) -> Episode:
+    if begun is not None:
+        before = len(group.begun_of(group.samples.index(done.sample)))
+        known = begun.completion if isinstance(begun, Episode) else begun
+        tokens = [*known.tokens[:before], *done.tokens]
+        done = replace(done, tokens=tokens, logprobs=[*known.logprobs[:before], *done.logprobs])
+    return Episode(done, group.prompt, (), "judge", 0.0, "")
 
 
 def run_episodes(

@@ -82,8 +82,7 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
         answer_logprob = _answer_logprob(engine, config, texts, positions)
         described = engine.describe()
     rollouts, turns = tables_of(episodes, groups, config, base.tokenizer)
-    if turns is not None:
-        check_failed(config, turns)
+    check_failed(config, turns)
     verdicts = [found.verdict for found in score(verifier, asked, stored_endings(rollouts, turns))]
     measurement = _measured(questions, [one.completion for one in episodes], verdicts)
     return PrecisionAnswers(measurement, described, failures(config, verdicts), answer_logprob)

@@ -3,7 +3,7 @@
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine
 from fp8core.rollout.episodes import Begun, Episode, MultiTurn, Pool, TurnBudget, one_turn_episodes, run_episodes
 from fp8core.rollout.registry import longest_row
+from fp8core.run.context import StepContext
 from fp8core.store.tables import key_of, text_digest
 
 MOST_OF_QUESTION = 80
@@ -48,7 +49,10 @@ def text_until(text: str, strings: Sequence[str]) -> str:
 
 
 def turn_rows(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    began = Turn(()) if episode.began is None else episode.began
+    """Rows of kind `turns` without place; none without an environment."""
+    began = episode.began
+    if began is None:
+        return []
     opening: dict[str, Any] = {
         **{"turn": 0, "begin": 0, "end": 0, "observation_end": 0, "text": "", "calls": "", "malformed": ""},
         **{"said": episode.opening, "failed": began.failed, "reward": began.reward, "info": _info_json(began.info)},
@@ -81,7 +85,8 @@ def said_by_policy(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 def seconds_of(episode: Episode) -> list[float]:
-    return [episode.opening_seconds, *(turn.seconds for turn in episode.turns)]
+    opening = [] if episode.began is None else [episode.opening_seconds]
+    return [*opening, *(turn.seconds for turn in episode.turns)]
 
 
 class RecordedPool:
@@ -165,19 +170,25 @@ class EpisodePlayer:
         sampling: Sampling,
         pool: Pool | None = None,
         begun: Mapping[Key, Begun | Episode] = MappingProxyType({}),
-        room: int | None = None,
     ) -> Generator[list[Episode], None, None]:
-        """`asked`: rows of kind `prompts`, of these groups or more; `begun`, `room`: of `MultiTurn`."""
-        if self.config.environment is None:
+        """Whole episodes, as they are over or reach the room of their groups.
+
+        Args:
+            asked: rows of kind `prompts`, of these groups or more.
+            pool: None without an environment: the policy's turn ends each episode.
+            begun: of `MultiTurn`, of groups that have begun.
+        """
+        if pool is None:
             strings = self.config.rollout.stop_strings
-            for episodes in one_turn_episodes(engine, groups, sampling):
+            for episodes in one_turn_episodes(engine, groups, sampling, begun):
                 yield [replace(one, completion=cut_at(one.completion, self.tokenizer, strings)) for one in episodes]
             return
-        assert pool is not None, "an environment was configured"
+        limits = self.config.environment
+        assert limits is not None, "a pool is of an environment"
         if not isinstance(engine, StreamingEngine):
             raise UserError(
-                f"environment.name={self.config.environment.name}: rollout.engine={self.config.rollout.engine} has no "
-                "open_session, which takes requests while others are in flight"
+                f"environment.name={limits.name}: rollout.engine={self.config.rollout.engine} has no open_session, "
+                "which takes requests while others are in flight"
             )
         rows = {row["group"]: row for row in asked}
         tasks = {
@@ -185,10 +196,18 @@ class EpisodePlayer:
             for group in groups
             for sample, seed in zip(group.samples, group.seeds, strict=True)
         }
-        limits = self.config.environment
         budget = TurnBudget(limits.max_turns, limits.turn_tokens, limits.observation_tokens, self.longest)
+        room = groups[0].room[0] if groups and groups[0].room else None
         multi_turn = MultiTurn(pool, Talk.of(self.config, self.tokenizer), tasks, budget, begun, room)
-        yield from run_episodes(engine, groups, sampling, multi_turn)
+        # An episode has its own tokens, and its room is that of all turns together.
+        yield from run_episodes(engine, [replace(group, begun=(), room=()) for group in groups], sampling, multi_turn)
+
+
+def pool_of(run: StepContext, recorded: Callable[[], pa.Table]) -> Pool | None:
+    """What answers the run's episodes; None without an environment. A replay takes the `recorded` turns."""
+    if run.config.environment is None:
+        return None
+    return RecordedPool(recorded()) if run.environment is None else run.environment
 
 
 def cut_at(completion: Completion, tokenizer: Tokenizer, strings: Sequence[str]) -> Completion:

@@ -25,7 +25,7 @@ from fp8core.rollout.episodes import Episode, Pool
 from fp8core.rollout.registry import longest_row
 from fp8core.rollout.stream import Row
 from fp8core.run.context import RunContext, StepContext
-from fp8core.run.episodes import EpisodePlayer, RecordedPool, completion_text, messages_of, turn_rows
+from fp8core.run.episodes import EpisodePlayer, completion_text, messages_of, pool_of, turn_rows
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
 from fp8core.store.tables import (
@@ -96,6 +96,7 @@ def row_of(episode: Episode, row: Row, tokenizer: Tokenizer) -> Row:
         finish="" if episode.goes_on else done.finish,
         written=[True] * len(done.tokens) if done.policy_mask is None else done.policy_mask,
         turns=turn_rows(episode, tokenizer),
+        experts=done.experts,
     )
 
 
@@ -114,10 +115,13 @@ def row_tables(rows: Sequence[Row], config: RunConfig, tokenizer: Tokenizer) -> 
     table = pa.Table.from_pylist(found, schema=ROLLOUTS.append(VERSIONS) if stale else ROLLOUTS)
     if chosen := [row.experts for row in rows if row.experts is not None]:
         table = table.append_column(EXPERTS, routes_column(chosen))
-    return table, None if config.environment is None else turns_of(rows)
+    return table, turn_table(rows, config)
 
 
-def turns_of(rows: Sequence[Row]) -> pa.Table:
+def turn_table(rows: Sequence[Row], config: RunConfig) -> pa.Table | None:
+    """None without an environment."""
+    if config.environment is None:
+        return None
     found = [{"group": row.group, "sample": row.sample, **turn} for row in rows for turn in row.turns]
     return pa.Table.from_pylist(found, schema=TURNS)
 
@@ -147,10 +151,10 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
     return prompt, text, reward
 
 
-def check_episodes(run: StepContext, index: int, turns: pa.Table) -> None:
+def check_episodes(run: StepContext, index: int, rows: Sequence[Row]) -> None:
     """As `check_failed`; where it raises, a run that goes on plays the episodes again."""
     try:
-        check_failed(run.config, turns)
+        check_failed(run.config, turn_table(rows, run.config))
     except UserError:
         run.store.shards(index).clear()
         raise
@@ -176,11 +180,13 @@ def all_of(played: Iterable[list[Episode]], count: int, progress: Progress = tel
 
 
 def heldout_artifacts(run: StepContext, index: int) -> dict[str, Ref]:
-    pool: Pool | None = run.environment
-    if run.replayed is not None and run.config.environment is not None:
+    def recorded() -> pa.Table:
+        assert run.replayed is not None, "only a replay has no environment"
         # A pipeline may rename what its steps provide; the first evaluation is before them.
-        recorded = "heldout_turns" if index == START else run.graph.artifact_of("heldout_turns")
-        pool = RecordedPool(run.store.get_table(run.replayed.artifacts(index)[recorded]))
+        name = "heldout_turns" if index == START else run.graph.artifact_of("heldout_turns")
+        return run.store.get_table(run.replayed.artifacts(index)[name])
+
+    pool = pool_of(run, recorded)
     return stored_evaluation(run, *heldout_accuracy(run, run.engine, run.config.evaluation.prompts, pool))
 
 
@@ -201,8 +207,7 @@ def heldout_accuracy(
     played = player.play(engine, groups, asked, player.evaluation_sampling(0.0), pool)
     episodes = all_of(while_going(run, played), len(groups))
     rollouts, turns = tables_of(episodes, groups, run.config, run.tokenizer)
-    if turns is not None:
-        check_failed(run.config, turns)
+    check_failed(run.config, turns)
     verdicts = [found.verdict for found in score(run.verifier.main, asked, stored_endings(rollouts, turns))]
     tell_failures(run, "held-out prompts", verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
@@ -300,8 +305,10 @@ def tell_failures(run: StepContext, what: str, verdicts: Sequence[Verdict]) -> N
         run.console.note(f"{what}: {text}")
 
 
-def check_failed(config: RunConfig, turns: pa.Table) -> None:
+def check_failed(config: RunConfig, turns: pa.Table | None) -> None:
     """Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment."""
+    if turns is None:
+        return
     ended = turns.filter(pc.not_equal(turns["outcome"], "")).select(["turn", "outcome", "detail"]).to_pylist()
     for all_ended, where in (
         (not any(row["turn"] for row in ended), "before the policy's first turn"),

@@ -1,8 +1,9 @@
-"""The writer of a step's stream: completions, or episodes with an environment, durable as they end."""
+"""The writer of a step's stream: episodes, durable as they end, of one turn or with an environment."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -11,10 +12,10 @@ import pyarrow as pa
 from fp8core.progress import tell_progress
 from fp8core.rl.batch import routes, routes_column
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
-from fp8core.rollout.episodes import Begun, Episode, Pool
+from fp8core.rollout.episodes import Episode
 from fp8core.rollout.stream import GroupPlace, Row, Stream, StreamLimits
 from fp8core.run.context import StepContext
-from fp8core.run.episodes import EpisodePlayer, RecordedPool, begun_of, seconds_of
+from fp8core.run.episodes import EpisodePlayer, begun_of, pool_of, seconds_of
 from fp8core.run.rollouts import prompt_table, row_of
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import EXPERTS, PLAYED_EPISODES, STREAM, STREAM_OF_EPISODES, TURNS
@@ -54,32 +55,6 @@ class StreamPrompts:
         return found.set_column(found.schema.get_field_index("group"), found.schema.field("group"), numbers)
 
 
-@dataclass
-class PlayedEpisode:
-    """`row`: all of it as it was stored, or when it was over. `ends`: tokens that it had after each part of this step.
-    `episode`: the unfinished one that this process plays; `row` then gives only place, prompt and seed.
-    A completion without an environment has neither."""
-
-    row: Row
-    ends: list[int] = field(default_factory=list)
-    episode: Episode | None = None
-
-    @property
-    def over(self) -> bool:
-        return bool(self.row.finish)
-
-    @property
-    def state(self) -> Episode | Begun:
-        return self.episode or begun_of(self.row.tokens, self.row.logprobs, self.row.turns)
-
-    def rest(self, group: int, before: int, room: int) -> Completion:
-        row, end = self.row, next((end for end in self.ends if end > before), before + room)
-        finish = cast(Finish, row.finish if end >= len(row.tokens) else "open")
-        tokens, logprobs, policy_mask = row.tokens[:end], row.logprobs[:end], row.written[:end] or None
-        done = Completion(group, row.sample, tokens, logprobs, finish, row.experts, policy_mask)
-        return done.rest(before) if before else done
-
-
 class StreamWriter:
     """Episodes by the run's engine and environment; one that is over is durable, and is not played again."""
 
@@ -98,41 +73,55 @@ class StreamWriter:
         self._shards = run.store.shards(index)
         # The stream writes into its own rows.
         copies = [replace(row, tokens=[*row.tokens], logprobs=[*row.logprobs]) for row in rows]
-        known = [PlayedEpisode(row) for row in copies if row.tokens and not row.finish]
-        kept = self._shards.read()
-        if kept is not None:
-            experts = routes(kept["experts"]) if "experts" in kept.column_names else [None] * len(kept)
-            for stored, chosen in zip(kept.select(PLAYED_EPISODES.names).to_pylist(), experts, strict=True):
-                ends = stored.pop("parts")
-                known.append(PlayedEpisode(Row(**stored, experts=chosen), ends))
-        self._played = {_sample(each.row): each for each in known}
+        # All of a completion, as it was stored or when it was over, else its place, prompt and seed.
+        self._rows = {_sample(row): row for row in copies if row.tokens and not row.finish}
+        # Of each part that this step asked for: tokens before it -> tokens after it.
+        self._parts: dict[_Sample, dict[int, int]] = defaultdict(dict)
+        # Those that go on and that this process plays.
+        self._open: dict[_Sample, Episode] = {}
+        stored = self._shards.read()
+        if stored is not None:
+            experts = routes(stored["experts"]) if "experts" in stored.column_names else [None] * len(stored)
+            for values, chosen in zip(stored.select(PLAYED_EPISODES.names).to_pylist(), experts, strict=True):
+                parts = dict(values.pop("parts"))
+                row = Row(**values, experts=chosen)
+                self._rows[_sample(row)], self._parts[_sample(row)] = row, parts
 
     def __call__(self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
         missing = list[PromptGroup]()
-        over = {key for key, each in self._played.items() if each.over}
+        over = {key for key, row in self._rows.items() if row.finish}
         for group in groups:
             place = places[group.group]
             kept = {sample for sample in group.samples if (*place, sample) in over}
             yield [
-                self._played[*place, sample].rest(
-                    group.group, len(group.begun_of(i)), group.room_of(i, self._sampling.max_new_tokens)
-                )
-                for i, sample in enumerate(group.samples)
-                if sample in kept
+                self._next_part((*place, sample), group, i) for i, sample in enumerate(group.samples) if sample in kept
             ]
             if (left := group.without(kept)).samples:
                 missing.append(left)
         if missing:
             yield from self._play(missing, places)
 
+    def _next_part(self, key: _Sample, group: PromptGroup, i: int) -> Completion:
+        """Of a completion that is over, what is asked for now."""
+        row, before = self._rows[key], len(group.begun_of(i))
+        end = self._parts[key].get(before, before + group.room_of(i, self._sampling.max_new_tokens))
+        finish = cast(Finish, row.finish if end >= len(row.tokens) else "open")
+        tokens, logprobs, policy_mask = row.tokens[:end], row.logprobs[:end], row.written[:end]
+        return Completion(group.group, row.sample, tokens, logprobs, finish, row.experts, policy_mask).rest(before)
+
     def _play(self, missing: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
-        run, engine = self._run, self._run.engine
-        if run.config.environment is None:
-            by_number = {group.group: group for group in missing}
-            played = self._player.play(engine, missing, (), self._sampling)
-        else:
-            by_number = {self._number(places[group.group]): group for group in missing}
-            played = self._play_episodes(by_number, places)
+        run = self._run
+        by_number = {self._number(places[group.group]): group for group in missing}
+        groups = [replace(group, group=number) for number, group in by_number.items()]
+        prompts = [{**self._source.row(*places[group.group]), "group": number} for number, group in by_number.items()]
+        begun = {
+            (number, sample): self._open.get(key) or begun_of(row.tokens, row.logprobs, row.turns)
+            for number, group in by_number.items()
+            for sample in group.samples
+            if (row := self._rows.get(key := (*places[group.group], sample))) is not None
+        }
+        pool = pool_of(run, self._recorded)
+        played = self._player.play(run.engine, groups, prompts, self._sampling, pool, begun)
         done, total = 0, sum(len(group.samples) for group in missing)
         # Where the step is halted, the error holds this frame: open episodes would stay with the environment.
         with closing(played):
@@ -142,61 +131,43 @@ class StreamWriter:
                 yield self._told(batch, by_number, places)
                 run.check_halted()
 
-    def _play_episodes(
-        self, by_number: Mapping[int, PromptGroup], places: Sequence[GroupPlace]
-    ) -> Generator[list[Episode], None, None]:
-        run = self._run
-        prompts = [{**self._source.row(*places[group.group]), "group": number} for number, group in by_number.items()]
-        begun = {
-            (number, sample): each.state
-            for number, group in by_number.items()
-            for sample in group.samples
-            if (each := self._played.get((*places[group.group], sample))) is not None
-        }
-        again = [replace(group, group=number, begun=(), room=()) for number, group in by_number.items()]
-        pool: Pool = RecordedPool(self._recorded()) if run.environment is None else run.environment
-        first = next(iter(by_number.values()))
-        room = first.room[0] if first.room else None
-        return self._player.play(run.engine, again, prompts, self._sampling, pool, begun, room)
-
     def _told(
         self, batch: Sequence[Episode], by_number: Mapping[int, PromptGroup], places: Sequence[GroupPlace]
     ) -> list[Completion]:
-        over, told = list[PlayedEpisode](), list[Completion]()
+        over = list[_Sample]()
+        told = list[Completion]()
         for one in batch:
             done, group = one.completion, by_number[one.completion.group]
-            key, index = (*places[group.group], done.sample), group.samples.index(done.sample)
-            new = Row(*key, group.prompt_id, group.seeds[index], [*group.prompt])
-            each, before = self._played.setdefault(key, PlayedEpisode(new)), len(group.begun_of(index))
-            if self._run.config.environment is None:
-                # An engine gives what is new.
-                each.row.tokens[before:], each.row.logprobs[before:] = done.tokens, done.logprobs
-                each.row.finish, each.row.experts = "" if one.goes_on else done.finish, done.experts
-                told.append(done)
-            else:
-                each.ends.append(len(done.tokens))
-                each.episode = one
-                told.append(replace(done, group=group.group).rest(before))
-                if not one.goes_on:
-                    self._run.reply_seconds.setdefault(self._index, []).extend(seconds_of(one))
-                    each.row, each.episode = self._row(each), None
-            if each.over:
-                over.append(each)
+            key, i = (*places[group.group], done.sample), group.samples.index(done.sample)
+            new = Row(*key, group.prompt_id, group.seeds[i], [*group.prompt])
+            row, before = self._rows.setdefault(key, new), len(group.begun_of(i))
+            self._parts[key][before] = len(done.tokens)
+            told.append(replace(done, group=group.group).rest(before))
+            if one.goes_on:
+                self._open[key] = one
+                continue
+            self._open.pop(key, None)
+            self._rows[key] = row_of(one, row, self._run.tokenizer)
+            self._run.reply_seconds.setdefault(self._index, []).extend(seconds_of(one))
+            over.append(key)
         if over:
-            stored = [{**vars(each.row), "parts": each.ends} for each in over]
+            rows = [self._rows[key] for key in over]
+            stored = [{**vars(self._rows[key]), "parts": [*self._parts[key].items()]} for key in over]
             table = pa.Table.from_pylist(stored, schema=PLAYED_EPISODES)
-            if chosen := [each.row.experts for each in over if each.row.experts is not None]:
+            if chosen := [row.experts for row in rows if row.experts is not None]:
                 table = table.append_column(EXPERTS, routes_column(chosen))
             self._shards.append(table)
-            self._ended([each.row for each in over])
+            self._ended(rows)
         return told
 
     def attach_turns(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            played, told = self._played.get(_sample(row)), len(row.tokens)
-            if played is None or not told:
+            key, told = _sample(row), len(row.tokens)
+            if key not in self._rows or not told:
                 continue
-            whole = self._row(played)
+            whole = self._rows[key]
+            if key in self._open:
+                whole = row_of(self._open[key], whole, self._run.tokenizer)
             # Before a kill more of it may have been played than the stream has asked for since.
             turns = [turn for turn in whole.turns if turn["observation_end"] <= told]
             row.prompt_tokens, row.written = whole.prompt_tokens, whole.written[:told]
@@ -204,15 +175,12 @@ class StreamWriter:
 
     def has_more(self, rows: Sequence[Row]) -> bool:
         """True if more of them is durable than the stream has."""
-        played = (self._played.get(_sample(row)) for row in rows if not row.finish)
-        return any(each is not None and each.over for each in played)
+        present = (self._rows.get(_sample(row)) for row in rows if not row.finish)
+        return any(row is not None and bool(row.finish) for row in present)
 
     def _number(self, place: GroupPlace) -> int:
         batch, group = place
         return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
-
-    def _row(self, played: PlayedEpisode) -> Row:
-        return played.row if played.episode is None else row_of(played.episode, played.row, self._run.tokenizer)
 
     def _recorded(self) -> pa.Table:
         assert self._run.replayed is not None, "only a replay has no environment"

@@ -104,8 +104,8 @@ STREAM = pa.schema(
 # With `environment`: the tokens that the policy wrote, and the turns of the episode.
 STREAM_OF_EPISODES = STREAM.append(ROLLOUTS.field("written")).append(pa.field("turns", pa.list_(_TURN)))
 
-# An episode that is over: where the parts end in which it was played, in tokens.
-PLAYED_EPISODES = STREAM_OF_EPISODES.append(pa.field("parts", pa.list_(pa.int32())))
+# An episode that is over, and the parts in which it was played: tokens before a part -> tokens after it.
+PLAYED_EPISODES = STREAM_OF_EPISODES.append(pa.field("parts", pa.map_(pa.int32(), pa.int32())))
 
 REWARDS = pa.schema(
     [
