@@ -64,6 +64,7 @@ class Drawing:
 
 def main() -> None:
     iteration()
+    completion()
     modules()
     step()
     sync()
@@ -100,6 +101,44 @@ def iteration() -> None:
     page.arrow(loop, dashed=True)
     page.text(560, 384, "the next iteration starts with the next policy and its scales", 12)
     page.write("iteration", "Steps of an iteration with the artifacts between them")
+
+
+def completion() -> None:
+    """The types that a completion passes, with the functions that turn one into the next."""
+    page = Drawing(960, 305)
+    stations = [
+        (100, 60, "Problem\na row of the data", DATA),
+        (300, 60, "PromptGroup\na prompt with seeds", STEP),
+        (500, 60, "Completion\ntokens, log-probs", ENGINE),
+        (700, 60, "Episode\nwith its turns", ENGINE),
+        (870, 60, "Row\nof the stream", DATA),
+        (870, 200, "rollouts\nthe stored table", DATA),
+        (690, 140, "Answer\nwhat is judged", STEP),
+        (500, 140, "Verdict\nscore and outcome", STEP),
+        (690, 260, "ScoredBatch\nlog-probs, entropy", TRAINER),
+        (500, 260, "RolloutBatch\npadded tensors", TRAINER),
+        (300, 260, "CorrectedBatch\nweights", TRAINER),
+        (100, 260, "LossInputs\none loss, one update", TRAINER),
+    ]
+    for x, y, text, fill in stations:
+        page.box(x, y, 150, 52, text, fill, 13)
+    labels = {
+        "prompt_table": [(175, 60), (225, 60)],
+        "generate": [(375, 60), (425, 60)],
+        "play": [(575, 60), (625, 60)],
+        "row_of": [(775, 60), (795, 60)],
+    }
+    for label, points in labels.items():
+        page.arrow(points, label, ((points[0][0] + points[1][0]) / 2, 22))
+    page.arrow([(870, 86), (870, 174)], "row_tables", (905, 130))
+    page.arrow([(795, 190), (765, 150)], "answers", (805, 160))
+    page.arrow([(615, 140), (575, 140)], "verify", (595, 128))
+    page.arrow([(500, 166), (500, 234)], "rollout_batch", (545, 200))
+    page.arrow([(795, 215), (765, 250)], "logprobs", (805, 244))
+    page.arrow([(615, 260), (575, 260)])
+    page.arrow([(425, 260), (375, 260)], "corrected", (400, 226))
+    page.arrow([(225, 260), (175, 260)], "Objective", (200, 226))
+    page.write("completion", "The types that a completion passes from its prompt to the update")
 
 
 def modules() -> None:

@@ -204,7 +204,7 @@ class EpisodePlayer:
 
 
 def pool_of(run: StepContext, recorded: Callable[[], pa.Table]) -> Pool | None:
-    """What answers the run's episodes; None without an environment. A replay takes the `recorded` turns."""
+    """The run's environments, or in a replay its `recorded` turns; None without an environment."""
     if run.config.environment is None:
         return None
     return RecordedPool(recorded()) if run.environment is None else run.environment
