@@ -41,7 +41,8 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "Shape":
-        sequences, longest = 1 << (len(lengths) - 1).bit_length(), round_up(max(lengths), _LENGTHS)
+        sequences = 1 << (len(lengths) - 1).bit_length()
+        longest = round_up(max(lengths), _LENGTHS)
         tokens = sum(lengths)
         eighth = max(TILE, 1 << max(0, (tokens - 1).bit_length() - 4))
         return cls(sequences, longest, min(round_up(tokens, eighth), sequences * longest))
@@ -118,7 +119,8 @@ def flash_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack:
     q, k, v = heads
     longest = pack.sequences.longest
     # Of dropout, which there is none of.
-    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, device=q.device)
     result = grad.reshape(q.shape), q, k, v, out.view(q.shape), logsumexp
     bounds = pack.starts, pack.starts, longest, longest
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
@@ -130,7 +132,8 @@ def flash_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack:
 def cudnn_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], parts: Sequence[Part]) -> Heads:
     out, logsumexp = saved
     q, k, v = (x.contiguous() for x in heads)
-    layout, device = HeadLayout(q.shape[1], k.shape[1], q.shape[2]), q.device
+    layout = HeadLayout(q.shape[1], k.shape[1], q.shape[2])
+    device = q.device
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with torch.cuda.device_of(q):
         sums = torch.empty(q.shape[:2], device=device)
@@ -177,7 +180,9 @@ class Graph:
     """Of Q, K, V, output, its gradient, log-sum-exps by token, and the gradients."""
 
     def __init__(self, frontend: Any, shape: Shape, layout: HeadLayout, handle: Any | None) -> None:
-        self._frontend, self._shape, self._handle = frontend, shape, handle
+        self._frontend = frontend
+        self._shape = shape
+        self._handle = handle
         kinds = frontend.data_type
         forms = {"intermediate_data_type": kinds.FLOAT, "compute_data_type": kinds.FLOAT}
         self._graph = graph = frontend.pygraph(io_data_type=kinds.BFLOAT16, **forms, handle=handle)
@@ -243,6 +248,7 @@ class Graph:
         return found
 
     def _place(self, heads: int, width: int) -> dict[str, list[int]]:
-        sequences, longest = self._shape.sequences, self._shape.longest
+        sequences = self._shape.sequences
+        longest = self._shape.longest
         sizes = [sequences, heads, longest, width]
         return {"dim": sizes, "stride": [longest * heads * width, width, heads * width, 1]}

@@ -111,7 +111,8 @@ def multiply(product: Product, device: str = "cuda") -> None:
         scales = torch.ones(-(-columns // TILE), -(-rows // 4) * 4, device=device)
         return codes, scales.t()[:rows]
 
-    outputs, contraction = product.outputs, product.contraction
+    outputs = product.outputs
+    contraction = product.contraction
     # The longest first: its memory serves the others, where rising sizes would each take more of the GPU.
     for rows in sorted(product.rows, reverse=True):
         if product.operands == "bf16":

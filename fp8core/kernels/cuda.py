@@ -65,7 +65,8 @@ def _c_value(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_longl
 
 
 def source(name: str) -> str:
-    shared, own = (_FOLDER / "attention.cuh").read_text(), (_FOLDER / f"{name}.cu").read_text()
+    shared = (_FOLDER / "attention.cuh").read_text()
+    own = (_FOLDER / f"{name}.cu").read_text()
     return f'{shared}#line 1 "{name}.cu"\n{own}'
 
 
@@ -91,7 +92,8 @@ def kept_image(folder: Path, name: str, options: Sequence[str]) -> bytes:
 
 
 def nvrtc_version() -> str:
-    major, minor = ctypes.c_int(), ctypes.c_int()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     _nvrtc("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
 

@@ -13,8 +13,10 @@ from fp8core.kernels.cuda import cuda_kernel
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, QUERY_TYPES, Queries
 from fp8core.numerics.recipe import AttentionProducts
 
-_SHORTEST_PARTITION, _MOST_PARTITIONS = 4096, 4
-_WARPS, _TILE = 4, 32
+_SHORTEST_PARTITION = 4096
+_MOST_PARTITIONS = 4
+_WARPS = 4
+_TILE = 32
 
 
 class DecodeAttention:
@@ -41,9 +43,12 @@ class DecodeAttention:
         `resident`: blocks of a multiprocessor that registers are shared out for. `stages`: tiles of 32 keys that a warp
         has in shared memory."""
         definitions = cache_definitions(shape, strides, group, partition or partition_of(longest), products)
-        kv_heads, self._head_dim, self._strides = shape[2], shape[3], strides
+        kv_heads = shape[2]
+        self._head_dim = shape[3]
+        self._strides = strides
         self._query_type = QUERY_TYPES[products]
-        self.kv_heads, self.partitions = kv_heads, -(-longest // definitions["PARTITION"])
+        self.kv_heads = kv_heads
+        self.partitions = -(-longest // definitions["PARTITION"])
         definitions |= {"RESIDENT": resident, "STAGES": stages}
         queue = _WARPS * stages * _TILE * 2 * self._head_dim
         self._kernel = cuda_kernel("decode_attention", "decode_attention", tuple(definitions.items()), queue, device)
@@ -90,7 +95,8 @@ def cache_definitions(
     assert page % 16 == 0, page
     assert head_dim in HEAD_DIMS, shape
     assert strides[-1] == 1, strides
-    names, sizes = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE"), {"HEAD_DIM": head_dim, "GROUP": group, "PAGE": page}
+    names = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE")
+    sizes = {"HEAD_DIM": head_dim, "GROUP": group, "PAGE": page}
     sizes |= {"PARTITION": partition, "PRODUCTS_16": int(products == "fp16_over_fp8_cache")}
     return {**sizes, **dict(zip(names, strides[:3], strict=True))}
 

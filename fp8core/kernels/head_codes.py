@@ -12,7 +12,8 @@ from fp8core.numerics.fused import HeadLayout, Heads, heads_of, limits_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import AttentionProducts
 
-_TOKENS, _COLUMNS = 4, 1024
+_TOKENS = 4
+_COLUMNS = 1024
 
 
 @triton.jit
@@ -91,7 +92,8 @@ def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: A
 def codes_of_scale_tensor(x: Tensor, scale: Tensor) -> Tensor:
     """Contiguous E4M3 codes of BF16 [tokens, ...] under a scale, FP32 [1], on its device, which graphs read anew."""
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    tokens, width = len(x), x[:1].numel()
+    tokens = len(x)
+    width = x[:1].numel()
     if tokens:
         assert x.flatten(1).data_ptr() == x.data_ptr(), "a token's elements lie apart"
         grid = (tokens, triton.cdiv(width, _COLUMNS))
@@ -107,7 +109,8 @@ def head_gradients(
     grads: Heads, qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: AttentionProducts
 ) -> Tensor:
     assert {qkv.dtype, *(grad.dtype for grad in grads)} == {torch.bfloat16}
-    qkv, given = qkv.contiguous(), [grad.contiguous() for grad in grads]
+    qkv = qkv.contiguous()
+    given = [grad.contiguous() for grad in grads]
     out = torch.empty_like(qkv)
     with torch.cuda.device_of(qkv):
         _head_gradients_kernel[_grid(qkv, layout, 0)](
@@ -131,11 +134,14 @@ def _parts(
     q, k, v = heads_of(qkv, layout)
     k, v = (torch.empty(x.shape, dtype=dtype, device=qkv.device) for x in (k, v))
     # Nothing is written of Q in BF16, but all places have one type.
-    first, place = triton.cdiv(q.shape[1] * q.shape[2], _COLUMNS), k
+    first = triton.cdiv(q.shape[1] * q.shape[2], _COLUMNS)
+    place = k
     if products == "fp8":
         q = torch.empty(q.shape, dtype=dtype, device=qkv.device)
-        first, place = 0, q
-    values, each = dtype == torch.bfloat16, (scales.q, scales.k, scales.v)
+        first = 0
+        place = q
+    values = dtype == torch.bfloat16
+    each = (scales.q, scales.k, scales.v)
     with torch.cuda.device_of(qkv):
         _head_codes_kernel[_grid(qkv, layout, first)](
             qkv, place, k, v, *each, *_sizes(qkv, layout), first, values, _TOKENS, _COLUMNS, enable_fp_fusion=False

@@ -20,7 +20,8 @@ from fp8core.numerics.recipe import TILE
 DEEP_GEMM_DISTRIBUTIONS = ("deep_gemm", "vllm", "sgl-deep-gemm")
 """Each brings DeepGEMM: its own package, the one inside vLLM's, SGLang's build of it."""
 _DEEP_GEMM_MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
-_ROWS, _TILES = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+_ROWS = ScalingType.BlockWise1x128
+_TILES = ScalingType.BlockWise128x128
 _SCALE_PITCH = 4
 _thread = threading.local()
 

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _COLUMNS = 16, 128
+_ROWS = 16
+_COLUMNS = 128
 
 
 @triton.jit

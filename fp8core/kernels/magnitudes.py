@@ -10,9 +10,12 @@ from torch import Tensor
 
 from fp8core.numerics.kv_scales import AMAX, ELEMENTS, SATURATED
 
-_AMAX, _SATURATED, _ELEMENTS = tl.constexpr(AMAX), tl.constexpr(SATURATED), tl.constexpr(ELEMENTS)
+_AMAX = tl.constexpr(AMAX)
+_SATURATED = tl.constexpr(SATURATED)
+_ELEMENTS = tl.constexpr(ELEMENTS)
 _NAN_BITS = tl.constexpr(0x7FC00000)
-_ROWS, _COLUMNS = 8, 1024
+_ROWS = 8
+_COLUMNS = 1024
 # A multiple of what 132 multiprocessors run at once.
 _PROGRAMS = 792
 

@@ -28,7 +28,8 @@ from fp8core.kernels.quantise import (
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, finite_check
 from fp8core.numerics.recipe import AMAX_FLOOR, TILE, Grouping
 
-_ROWS, _COLUMNS = 64, 32
+_ROWS = 64
+_COLUMNS = 32
 _AMAX_FLOOR = tl.constexpr(AMAX_FLOOR)
 
 
@@ -55,7 +56,8 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 # Elements of a row that a warp holds.
-_FORWARD_ELEMENTS, _BACKWARD_ELEMENTS = 1024, 256
+_FORWARD_ELEMENTS = 1024
+_BACKWARD_ELEMENTS = 256
 _MOST_WARPS = 16
 _TILE_REGISTERS = 128
 # Two programs of 512 threads then fit on a multiprocessor.
@@ -217,8 +219,10 @@ def _backward_kernel(
 def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     x, other, total = _streams(x, added)
     rows, columns = x.shape
-    normed, inverses = torch.empty_like(x), torch.empty(rows, device=x.device)
-    adds, groups = added is not None, _groups(columns)
+    normed = torch.empty_like(x)
+    inverses = torch.empty(rows, device=x.device)
+    adds = added is not None
+    groups = _groups(columns)
     with torch.cuda.device_of(x):
         _add_norm_kernel[(rows,)](
             x, other, weight, total, normed, inverses, columns, eps, adds, groups, TILE, **_options(columns)
@@ -262,7 +266,8 @@ def _row_pass(
     """The sum, the codes of its norm, and 1 / rms as of `inverse_rms`, FP32 [3, rows]."""
     x, other, total = _streams(x, added)
     rows, columns = x.shape
-    out, groups = RowCodes.empty(rows, columns, x.device), _groups(columns)
+    out = RowCodes.empty(rows, columns, x.device)
+    groups = _groups(columns)
     inverses = torch.empty(3, rows, device=x.device)
     with torch.cuda.device_of(x):
         _add_norm_row_codes_kernel[(rows,)](
@@ -275,7 +280,8 @@ def _row_pass(
 def add_norm_backward(
     grad_normed: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    grad_normed, total = grad_normed.contiguous(), total.contiguous()
+    grad_normed = grad_normed.contiguous()
+    total = total.contiguous()
     rows, columns = grad_normed.shape
     grad = torch.empty_like(grad_normed)
     other = grad_normed if grad_total is None else grad_total.contiguous()

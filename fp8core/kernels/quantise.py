@@ -54,7 +54,9 @@ _E4M3_MAX_INVERSE = tl.constexpr((1 / torch.tensor(E4M3_MAX)).item())
 _AMAX_FLOOR = tl.constexpr(AMAX_FLOOR)
 _GRADIENT_FLOOR = tl.constexpr(GRADIENT_FLOOR)
 # Divisions of smaller values are made of their products with 2^64.
-_SMALL, _UP, _DOWN = tl.constexpr(2.0**-60), tl.constexpr(2.0**64), tl.constexpr(2.0**-64)
+_SMALL = tl.constexpr(2.0**-60)
+_UP = tl.constexpr(2.0**64)
+_DOWN = tl.constexpr(2.0**-64)
 _LEAST_AMAX = tl.constexpr(E4M3_MAX * 2.0**-60)
 _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -325,7 +327,8 @@ def row_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> 
     rows, columns = x.shape
     out = RowCodes.empty(rows, columns, x.device)
     grid = (out.scales.shape[0], triton.cdiv(rows, _ROWS_PER_PROGRAM))
-    pitch, pow2 = out.scales.stride(0), forward_rows(grouping)
+    pitch = out.scales.stride(0)
+    pow2 = forward_rows(grouping)
     with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
         _rows_kernel[grid](x, *out, not_finite, rows, columns, pitch, pow2, _ROWS_PER_PROGRAM, TILE)
     return out.result()

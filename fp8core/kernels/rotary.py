@@ -12,7 +12,8 @@ from fp8core.kernels.norm import column_sums, inverse_rms, normalise
 from fp8core.kernels.quantise import to_bf16
 from fp8core.numerics.fused import HeadLayout
 
-_TOKENS, _HEADS = 4, 8
+_TOKENS = 4
+_HEADS = 8
 # Chunks of tokens in the backward, each of which adds up the gradients of the norms over its tokens.
 _BACKWARD_CHUNKS = 256
 
@@ -140,8 +141,10 @@ def norm_rotate(
     eps: float,
 ) -> Tensor:
     assert qkv.dtype == torch.bfloat16
-    qkv, positions = qkv.contiguous(), positions.contiguous()
-    out, (q_norm, k_norm) = torch.empty_like(qkv), norms or (cos, cos)
+    qkv = qkv.contiguous()
+    positions = positions.contiguous()
+    out = torch.empty_like(qkv)
+    q_norm, k_norm = norms or (cos, cos)
     grid = (_head_blocks(layout), triton.cdiv(qkv.shape[0], _TOKENS))
     with torch.cuda.device_of(qkv):
         _forward_kernel[grid](
@@ -162,10 +165,14 @@ def norm_rotate_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     assert grad.dtype == qkv.dtype == torch.bfloat16
-    grad, qkv, positions = grad.contiguous(), qkv.contiguous(), positions.contiguous()
-    out, (q_norm, k_norm) = torch.empty_like(grad), norms or (cos, cos)
+    grad = grad.contiguous()
+    qkv = qkv.contiguous()
+    positions = positions.contiguous()
+    out = torch.empty_like(grad)
+    q_norm, k_norm = norms or (cos, cos)
     steps = triton.cdiv(grad.shape[0], _TOKENS * _BACKWARD_CHUNKS)
-    chunks, query_blocks = triton.cdiv(grad.shape[0], _TOKENS * steps), triton.cdiv(layout.query_heads, _HEADS)
+    chunks = triton.cdiv(grad.shape[0], _TOKENS * steps)
+    query_blocks = triton.cdiv(layout.query_heads, _HEADS)
     partial_sums = torch.empty(_head_blocks(layout), chunks, layout.head_dim, device=grad.device)
     with torch.cuda.device_of(grad):
         _backward_kernel[(_head_blocks(layout), chunks)](

@@ -17,8 +17,12 @@ from fp8core.numerics.packed import copied
 from fp8core.numerics.recipe import AttentionProducts
 
 # As in the source.
-_TILE, _STRANDS, _WARPGROUPS, _STAGES = 32, 4, 3, 5
-_APART, _ROWS = _STRANDS * _TILE, 64 * _WARPGROUPS
+_TILE = 32
+_STRANDS = 4
+_WARPGROUPS = 3
+_STAGES = 5
+_APART = _STRANDS * _TILE
+_ROWS = 64 * _WARPGROUPS
 _THREADS = 128 * (_WARPGROUPS + 1)
 # Keys that are widened at once, if no sequence is longer: each takes 4 bytes of a KV head's element.
 _KEYS_AT_ONCE = 65536
@@ -51,7 +55,9 @@ def batches(
     """Number i has row i of the block table."""
     partition = partition or partition_of(longest)
     lengths = copied(torch.tensor([span.keys for span in spans], dtype=torch.int32), device)
-    made, pairs, work = list[Batch](), list[tuple[int, int]](), list[tuple[int, int, int, int]]()
+    made = list[Batch]()
+    pairs = list[tuple[int, int]]()
+    work = list[tuple[int, int, int, int]]()
 
     def end() -> None:
         work.sort(key=lambda piece: -piece[2])
@@ -99,7 +105,9 @@ class SequenceAttention:
     ) -> None:
         """Arguments are `DecodeAttention`'s."""
         definitions = cache_definitions(shape, strides, group, partition or partition_of(longest), products)
-        self._kv_heads, self._head_dim, self._strides = shape[2], shape[3], strides
+        self._kv_heads = shape[2]
+        self._head_dim = shape[3]
+        self._strides = strides
         self._query_type = QUERY_TYPES[products]
         self._image = 2 * _TILE * self._head_dim * 2
         shared = _STAGES * self._image + _ROWS * self._head_dim * (2 + 4)

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _WARPS = 8192, 8
+_BLOCK = 8192
+_WARPS = 8
 _ALIGNED = 4
 _OPTIONS = {"num_warps": _WARPS, "enable_fp_fusion": False}
 
@@ -180,9 +181,11 @@ def drawn_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, places: Te
     assert (logits.dtype, logits.stride(1)) == (torch.float32, 1), "logits are rows of FP32"
     tops = torch.empty(rows, parts, device=logits.device)
     sums = torch.empty(rows, parts, dtype=torch.float64, device=logits.device)
-    tokens, logprobs = torch.empty_like(seeds), torch.empty(rows, device=logits.device)
+    tokens = torch.empty_like(seeds)
+    logprobs = torch.empty(rows, device=logits.device)
     given = logits, logits.stride(0), vocabulary, temperatures.contiguous(), tops, sums
-    options, padded = (_aligned(logits), _BLOCK), triton.next_power_of_2(parts)
+    options = (_aligned(logits), _BLOCK)
+    padded = triton.next_power_of_2(parts)
     if rows:
         with torch.cuda.device_of(logits):
             _block_sums_kernel[(rows, parts)](*given, *options, **_OPTIONS)

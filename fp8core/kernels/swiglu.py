@@ -178,7 +178,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def swiglu_row_codes(gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = None) -> Codes:
     gate_up, tokens, width = _halves(gate_up)
     out = RowCodes.empty(tokens, width, gate_up.device)
-    grid, pow2 = (out.scales.shape[0], triton.cdiv(tokens, _ROWS_PER_PROGRAM)), forward_rows(rows)
+    grid = (out.scales.shape[0], triton.cdiv(tokens, _ROWS_PER_PROGRAM))
+    pow2 = forward_rows(rows)
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
         _row_codes_kernel[grid](
             gate_up, *out, not_finite, tokens, width, out.scales.stride(0), pow2, _ROWS_PER_PROGRAM, TILE,
@@ -191,7 +192,8 @@ def swiglu_codes(
     gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
     gate_up, tokens, width = _halves(gate_up)
-    out, rules = TileCodes.empty(tokens, width, gate_up.device), rows_and_columns(rows, columns)
+    out = TileCodes.empty(tokens, width, gate_up.device)
+    rules = rows_and_columns(rows, columns)
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
         _codes_kernel[out.tiles](gate_up, *out.arguments(not_finite), *rules, TILE, **_TILE_OPTIONS)
     return out.result()
@@ -215,7 +217,8 @@ def swiglu_backward_codes(
     # Where gate and up share a group of columns, one tile has both gradients: not worth a kernel.
     if width % TILE:
         return row_and_column_codes(swiglu_backward(grad, gate_up), rows, columns, flag)
-    out, rules = TileCodes.empty(tokens, 2 * width, gate_up.device), rows_and_columns(rows, columns)
+    out = TileCodes.empty(tokens, 2 * width, gate_up.device)
+    rules = rows_and_columns(rows, columns)
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
         _backward_codes_kernel[out.tiles](
             grad.contiguous(), gate_up, *out.arguments(not_finite), *rules, TILE, **_TILE_OPTIONS
