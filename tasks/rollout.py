@@ -13,7 +13,7 @@ from fp8core.run.batches import token_batch
 from fp8core.run.context import RunContext
 from fp8core.run.resume import behaviour_logprobs, verified_rows
 from fp8core.run.rollouts import answers, check_episodes, row_tables, stored_endings
-from fp8core.run.stream_writer import StreamPrompts, StreamWriter, opened_stream, table_in_flight
+from fp8core.run.stream_writer import StreamPrompts, StreamWriter, chunk_together, opened_stream, table_in_flight
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS
 from fp8core.training.trainer import LogprobError, first_differing
@@ -57,9 +57,7 @@ def rollout(
         run.verifier.begin(answers(questions, stored_endings(*row_tables(due, config, run.tokenizer))))
 
     writer, judged = StreamWriter(run, index, source, opened.rows, verify), opened.whole()
-    # No episode can be cut where the longest one of others ends.
-    together = config.pipeline.mode == "asynchronous" and config.environment is None
-    rows = opened.complete(index, config.pipeline.chunk_tokens if together else None, writer, source.enter)
+    rows = opened.complete(index, chunk_together(config), writer, source.enter)
     writer.attach_turns([*rows, *opened.rows])
     run.sleep_engine()
     # Before the log-probs are verified: some episode must have a token for that.

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 
+from fp8core.config.run import RunConfig
 from fp8core.progress import tell_progress
 from fp8core.rl.batch import routes, routes_column
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
@@ -202,6 +203,13 @@ def opened_stream(run: StepContext, stream: Ref, left: int) -> Stream:
     pace = StreamLimits(prompts, pipeline.max_staleness, most)
     rows = stream_rows(run.store.get_table(stream))
     return Stream(rows, pace, left)
+
+
+def chunk_together(config: RunConfig) -> int | None:
+    """Tokens that completions of later steps write at a time beside those of this step; None: they wait."""
+    # No episode can be cut where the longest one of others ends.
+    together = config.pipeline.mode == "asynchronous" and config.environment is None
+    return config.pipeline.chunk_tokens if together else None
 
 
 def table_in_flight(run: StepContext, rows: Sequence[Row]) -> pa.Table:
