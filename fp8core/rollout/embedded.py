@@ -94,8 +94,8 @@ class _Sequence:
 
     @classmethod
     def of(cls, group: PromptGroup, i: int, longest: int) -> "_Sequence":
-        before = len(group.begun_of(i))
-        last = before + group.room_of(i, longest)
+        before = len(group.prefix_of(i))
+        last = before + group.max_tokens_of(i, longest)
         return cls(group.group, group.samples[i], group.seeds[i], group.context(i), before, last)
 
     @property

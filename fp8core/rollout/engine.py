@@ -22,8 +22,8 @@ class PromptGroup:
         prompt: token ids, at least one.
         samples: index of each completion within the group.
         seeds: signed 64-bit seed of each completion.
-        begun: tokens that each completion has already; nothing where none has any.
-        room: tokens that each may write now, at least one; nothing where only `Sampling.max_new_tokens` limits them.
+        prefix_tokens: tokens that each completion has already; nothing where none has any.
+        max_tokens: tokens that each may write now, at least one; nothing where `Sampling.max_new_tokens` alone limits.
     """
 
     group: int
@@ -31,18 +31,18 @@ class PromptGroup:
     prompt: tuple[int, ...]
     samples: tuple[int, ...]
     seeds: tuple[int, ...]
-    begun: tuple[tuple[int, ...], ...] = ()
-    room: tuple[int, ...] = ()
+    prefix_tokens: tuple[tuple[int, ...], ...] = ()
+    max_tokens: tuple[int, ...] = ()
 
-    def begun_of(self, i: int) -> tuple[int, ...]:
-        return self.begun[i] if self.begun else ()
+    def prefix_of(self, i: int) -> tuple[int, ...]:
+        return self.prefix_tokens[i] if self.prefix_tokens else ()
 
     def context(self, i: int) -> tuple[int, ...]:
-        return (*self.prompt, *self.begun_of(i))
+        return (*self.prompt, *self.prefix_of(i))
 
-    def room_of(self, i: int, max_new_tokens: int) -> int:
-        rest = max_new_tokens - len(self.begun_of(i))
-        return min(rest, self.room[i]) if self.room else rest
+    def max_tokens_of(self, i: int, max_new_tokens: int) -> int:
+        rest = max_new_tokens - len(self.prefix_of(i))
+        return min(rest, self.max_tokens[i]) if self.max_tokens else rest
 
     def without(self, known: Collection[int]) -> Self:
         left = [i for i, sample in enumerate(self.samples) if sample not in known]
@@ -50,7 +50,13 @@ class PromptGroup:
         def of(values: tuple[_Value, ...]) -> tuple[_Value, ...]:
             return tuple(values[i] for i in left) if values else ()
 
-        return replace(self, samples=of(self.samples), seeds=of(self.seeds), begun=of(self.begun), room=of(self.room))
+        return replace(
+            self,
+            samples=of(self.samples),
+            seeds=of(self.seeds),
+            prefix_tokens=of(self.prefix_tokens),
+            max_tokens=of(self.max_tokens),
+        )
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,11 @@ class Sampling:
 Finish = Literal["stop", "length", "stop_string", "open", "turns", "observation"]
 
 
-def finish_of(tokens: Sequence[int], begun: int, sampling: Sampling) -> Finish:
+def finish_of(tokens: Sequence[int], prefix_length: int, sampling: Sampling) -> Finish:
     """A stop token ends a completion also where it is the last that it may have."""
     if tokens[-1] in sampling.stop_ids:
         return "stop"
-    return "length" if begun + len(tokens) == sampling.max_new_tokens else "open"
+    return "length" if prefix_length + len(tokens) == sampling.max_new_tokens else "open"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Episodes: the policy and an environment speak in turns, many episodes at once.
 
 An episode is one completion: its tokens are everything after the prompt. Each turn is a request that goes on from all
-tokens so far (`PromptGroup.begun`). They are drawn by the episode's own seed at its own positions. The order of replies
-decides when a token is written, and never which.
+tokens so far (`PromptGroup.prefix_tokens`). They are drawn by the episode's own seed at its own positions. The order of
+replies decides when a token is written, and never which.
 """
 
 import math
@@ -304,7 +304,7 @@ def one_turn_episodes(
 ) -> Iterator[list[Episode]]:
     """Episodes that the policy's turn ends, in the parts in which the engine gives them.
 
-    `begun`: tokens and log-probs of those that go on from `PromptGroup.begun`."""
+    `begun`: tokens and log-probs of those that go on from `PromptGroup.prefix_tokens`."""
     asked = {group.group: group for group in groups}
     left = sum(len(group.samples) for group in groups)
     for part in engine.generate(groups, sampling) if groups else ():
@@ -315,7 +315,7 @@ def one_turn_episodes(
 
 def _one_turn(done: Completion, group: PromptGroup, begun: Begun | Episode | None) -> Episode:
     if begun is not None:
-        before = len(group.begun_of(group.samples.index(done.sample)))
+        before = len(group.prefix_of(group.samples.index(done.sample)))
         known = begun.completion if isinstance(begun, Episode) else begun
         tokens = [*known.tokens[:before], *done.tokens]
         done = replace(done, tokens=tokens, logprobs=[*known.logprobs[:before], *done.logprobs])
@@ -434,8 +434,8 @@ def _requests(asked: Sequence[EpisodeState]) -> list[PromptGroup]:
     return [
         replace(
             episode.request,
-            begun=(tuple(episode.tokens),) if episode.tokens else (),
-            room=() if episode.room is None else (episode.room,),
+            prefix_tokens=(tuple(episode.tokens),) if episode.tokens else (),
+            max_tokens=() if episode.room is None else (episode.room,),
         )
         for episode in asked
     ]

@@ -57,7 +57,7 @@ class EngineEntry:
         longest: its own limit of the tokens of a prompt with its completion.
         arithmetic: `exact` as the exact trainer, `kernels` as the packed one, `own` as neither.
         products: those of DeepGEMM, whose kernels `fp8-grpo compile` builds.
-        continues: how it goes on from `PromptGroup.begun`: `equal` with the tokens of one go, `anew` with others.
+        continues: after `PromptGroup.prefix_tokens`: `equal` with the tokens of one go, `anew` with others.
         own_process: whether each training needs a new process, because its libraries read the environment once.
         stock: settings with which it runs its own model.
     """

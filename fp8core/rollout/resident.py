@@ -38,13 +38,13 @@ _Value = TypeVar("_Value")
 
 
 class Request(NamedTuple):
-    """One completion, or the log-prob of `target` after the tokens; `begun` of these were written before."""
+    """One completion, or the log-prob of `target` after the tokens; `prefix_length` of these are its own."""
 
     tokens: tuple[int, ...]
     temperature: float
-    room: int = 1
+    max_tokens: int = 1
     seed: int = 0
-    begun: int = 0
+    prefix_length: int = 0
     stop_ids: frozenset[int] = frozenset()
     target: int | None = None
 
@@ -284,16 +284,18 @@ class ResidentSession:
 
     def _request(self, group: PromptGroup, i: int) -> Request:
         sampling = self._sampling
-        room = group.room_of(i, sampling.max_new_tokens)
-        begun = len(group.begun_of(i))
-        return Request(group.context(i), sampling.temperature, room, group.seeds[i], begun, sampling.stop_ids)
+        max_tokens = group.max_tokens_of(i, sampling.max_new_tokens)
+        prefix_length = len(group.prefix_of(i))
+        return Request(
+            group.context(i), sampling.temperature, max_tokens, group.seeds[i], prefix_length, sampling.stop_ids
+        )
 
     def _completion(self, output: Output, group: PromptGroup, i: int) -> Completion:
         if output.reason == "abort":
             raise EngineLost(f"{self._engine.product} ends, as a signal asked it to")
         assert output.reason in ("stop", "length"), f"{self._engine.product} ended a request with {output.reason}"
         # The reason of a last token that is both, the last of all and a stop, may be the length.
-        finish = finish_of(output.tokens, len(group.begun_of(i)), self._sampling)
+        finish = finish_of(output.tokens, len(group.prefix_of(i)), self._sampling)
         experts = None
         if self._sampling.report_experts:
             positions = len(group.context(i)) + len(output.tokens) - 1

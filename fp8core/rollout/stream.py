@@ -135,7 +135,9 @@ class Stream:
             open_ |= {(number, row.sample): row for row in rows}
             begun = tuple(tuple(row.tokens) for row in rows) if any(row.tokens for row in rows) else ()
             groups.append(
-                replace(group_of(number, rows), begun=begun, room=() if room is None else (room,) * len(rows))
+                replace(
+                    group_of(number, rows), prefix_tokens=begun, max_tokens=() if room is None else (room,) * len(rows)
+                )
             )
         completions = [done for finished in generate(groups, places) for done in finished]
         longest = max((len(done.tokens) for done in completions if done.group < len(due)), default=0)

@@ -197,10 +197,12 @@ class EpisodePlayer:
             for sample, seed in zip(group.samples, group.seeds, strict=True)
         }
         budget = TurnBudget(limits.max_turns, limits.turn_tokens, limits.observation_tokens, self.longest)
-        room = groups[0].room[0] if groups and groups[0].room else None
+        room = groups[0].max_tokens[0] if groups and groups[0].max_tokens else None
         multi_turn = MultiTurn(pool, Talk.of(self.config, self.tokenizer), tasks, budget, begun, room)
         # An episode has its own tokens, and its room is that of all turns together.
-        yield from run_episodes(engine, [replace(group, begun=(), room=()) for group in groups], sampling, multi_turn)
+        yield from run_episodes(
+            engine, [replace(group, prefix_tokens=(), max_tokens=()) for group in groups], sampling, multi_turn
+        )
 
 
 def pool_of(run: StepContext, recorded: Callable[[], pa.Table]) -> Pool | None:

@@ -104,8 +104,8 @@ class StreamWriter:
 
     def _next_part(self, key: _Sample, group: PromptGroup, i: int) -> Completion:
         """Of a completion that is over, what is asked for now."""
-        row, before = self._rows[key], len(group.begun_of(i))
-        end = self._parts[key].get(before, before + group.room_of(i, self._sampling.max_new_tokens))
+        row, before = self._rows[key], len(group.prefix_of(i))
+        end = self._parts[key].get(before, before + group.max_tokens_of(i, self._sampling.max_new_tokens))
         finish = cast(Finish, row.finish if end >= len(row.tokens) else "open")
         tokens, logprobs, policy_mask = row.tokens[:end], row.logprobs[:end], row.written[:end]
         return Completion(group.group, row.sample, tokens, logprobs, finish, row.experts, policy_mask).rest(before)
@@ -141,7 +141,7 @@ class StreamWriter:
             done, group = one.completion, by_number[one.completion.group]
             key, i = (*places[group.group], done.sample), group.samples.index(done.sample)
             new = Row(*key, group.prompt_id, group.seeds[i], [*group.prompt])
-            row, before = self._rows.setdefault(key, new), len(group.begun_of(i))
+            row, before = self._rows.setdefault(key, new), len(group.prefix_of(i))
             self._parts[key][before] = len(done.tokens)
             told.append(replace(done, group=group.group).rest(before))
             if one.goes_on:

@@ -119,7 +119,7 @@ def drawn_by_session_and_by_generate(engine: Any, stops: frozenset[int]) -> tupl
     """Requests that come late, and some that go on from what was begun, by group and sample."""
     groups, sampling = build_groups(8, 4), Sampling(1.0, 12, stops)
     begun = [
-        replace(group, begun=tuple((5, 6, 8)[: 1 + i % 3] for i in group.samples), room=(1, 2, 3, 99))
+        replace(group, prefix_tokens=tuple((5, 6, 8)[: 1 + i % 3] for i in group.samples), max_tokens=(1, 2, 3, 99))
         for group in groups[:4]
     ]
     expected = [*collect(engine, begun, sampling), *collect(engine, groups[4:], sampling)]

@@ -142,7 +142,7 @@ def test_a_completion_that_was_cut_goes_on(aligned: Any, temperature: float) -> 
     tokens, logprobs = list[int](), list[float]()
     for room in (1, 14, 16, WRITTEN):
         assert aligned.drop_prefixes()
-        (part,) = collect(aligned, [replace(PROBE, begun=(tuple(tokens),), room=(room,))], temperature)
+        (part,) = collect(aligned, [replace(PROBE, prefix_tokens=(tuple(tokens),), max_tokens=(room,))], temperature)
         assert part.finish == ("open" if room < WRITTEN else "length")
         tokens, logprobs = tokens + part.tokens, logprobs + part.logprobs
     assert (tokens, logprobs) == (alone.tokens, alone.logprobs)

@@ -205,7 +205,7 @@ def test_a_turn_draws_the_number_of_its_place(engine):
     (group,) = build_groups(1, 64)
     sampling = Sampling(1.7, 8, frozenset())
     whole = collect(engine, [group], sampling)
-    begun = replace(group, begun=tuple(tuple(done.tokens[:3]) for done in whole), room=(1,) * 64)
+    begun = replace(group, prefix_tokens=tuple(tuple(done.tokens[:3]) for done in whole), max_tokens=(1,) * 64)
     later = collect(engine, [begun], sampling)
     assert {done.finish for done in later} == {"open"}
     assert sum(turn.tokens != done.tokens[3:4] for turn, done in zip(later, whole, strict=True)) < FEW * 64

@@ -131,7 +131,7 @@ def test_turns_do_not_draw_the_same_numbers(engine):
     """vLLM's generators begin anew with every request; of one context a later turn draws otherwise than a first."""
     (group,) = build_groups(1, 64)
     sampling, one = Sampling(1.7, 40, frozenset()), (1,) * 64
-    first = collect(engine, [replace(group, prompt=(*group.prompt, 5), room=one)], sampling)
-    later = [collect(engine, [replace(group, begun=((5,),) * 64, room=one)], sampling) for _ in range(2)]
+    first = collect(engine, [replace(group, prompt=(*group.prompt, 5), max_tokens=one)], sampling)
+    later = [collect(engine, [replace(group, prefix_tokens=((5,),) * 64, max_tokens=one)], sampling) for _ in range(2)]
     assert_equal(*later)
     assert sum(a.tokens == b.tokens for a, b in zip(first, later[0], strict=True)) < 32

@@ -217,7 +217,7 @@ def _request(request: Request) -> dict[str, Any]:
     own = {"seed": seed, "temperature": request.temperature} | ({} if target is None else {"target": target})
     sampling = {
         "temperature": request.temperature,
-        "max_new_tokens": request.room,
+        "max_new_tokens": request.max_tokens,
         "stop_token_ids": sorted(request.stop_ids),
         "no_stop_trim": True,
         "sampling_seed": seed,

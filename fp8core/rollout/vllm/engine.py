@@ -168,7 +168,7 @@ class VllmEngine(ResidentEngine):
             parameters = SamplingParams(
                 # The output of an aligned model is tempered.
                 temperature=1.0 if self._aligned and request.temperature > 0 else request.temperature,
-                max_tokens=request.room,
+                max_tokens=request.max_tokens,
                 # 63 bits of it: to vLLM -1 means no seed.
                 seed=self._seed(request) & SEED_BITS,
                 stop_token_ids=sorted(request.stop_ids),
@@ -186,9 +186,9 @@ class VllmEngine(ResidentEngine):
 
     def _seed(self, request: Request) -> int:
         """vLLM's generators begin anew with every request, and would draw for a turn what they drew before."""
-        if self._aligned or not request.begun:
+        if self._aligned or not request.prefix_length:
             return request.seed
-        turn = f"turn/{request.seed}/{request.begun}"
+        turn = f"turn/{request.seed}/{request.prefix_length}"
         return int.from_bytes(hashlib.sha256(turn.encode()).digest()[:8], "big")
 
     def _outputs(self) -> list[tuple[int, Output]]:

@@ -170,8 +170,8 @@ def pieces(engine, groups, lengths):
         asked = [
             replace(
                 group,
-                begun=tuple(tuple(found[group.group, sample][0]) for sample in group.samples) if part else (),
-                room=(length,) * len(group.samples),
+                prefix_tokens=tuple(tuple(found[group.group, sample][0]) for sample in group.samples) if part else (),
+                max_tokens=(length,) * len(group.samples),
             )
             for group in groups
         ]

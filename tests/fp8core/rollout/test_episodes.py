@@ -285,7 +285,7 @@ def test_a_session_gives_what_generate_gives(shape, pair_of, ragged_prompts, gro
     pair = pair_of(FP8, shape, max_batch=max_batch)
     groups, sampling = groups_of(ragged_prompts(6, 40), 4), Sampling(temperature, 8, frozenset({1, 7, 11}))
     begun = [
-        replace(group, begun=tuple((3, 4, 5)[: 1 + i % 3] for i in group.samples), room=(1, 2, 3, 9))
+        replace(group, prefix_tokens=tuple((3, 4, 5)[: 1 + i % 3] for i in group.samples), max_tokens=(1, 2, 3, 9))
         for group in groups[:3]
     ]
     expected = {}

@@ -70,7 +70,7 @@ class HereEngine(ResidentEngine):
     def _outputs(self) -> list[tuple[int, Output]]:
         """The newest request has ended; its tokens count on, each with a log-prob of minus its number."""
         number, request = self.running.popitem()
-        tokens = list(range(len(request.tokens), len(request.tokens) + request.room))
+        tokens = list(range(len(request.tokens), len(request.tokens) + request.max_tokens))
         target = None if request.target is None else (request.target, -1.0 * request.target)
         return [(number, Output(tokens, [-1.0 * token for token in tokens], "length", target))]
 
@@ -246,9 +246,9 @@ def test_a_stop_token_that_is_the_last_of_all_is_a_stop(tokens: list[int], begun
 
 def test_room_is_what_is_left_and_no_more_than_was_given() -> None:
     fresh = PromptGroup(0, "fresh", (1, 2), (0, 1), (7, 8))
-    begun = PromptGroup(0, "begun", (1, 2), (0, 1), (7, 8), begun=((3,), (3, 4, 5)), room=(2, 2))
-    assert [fresh.room_of(i, 4) for i in (0, 1)] == [4, 4]
-    assert [begun.room_of(i, 4) for i in (0, 1)] == [2, 1]
+    begun = PromptGroup(0, "begun", (1, 2), (0, 1), (7, 8), prefix_tokens=((3,), (3, 4, 5)), max_tokens=(2, 2))
+    assert [fresh.max_tokens_of(i, 4) for i in (0, 1)] == [4, 4]
+    assert [begun.max_tokens_of(i, 4) for i in (0, 1)] == [2, 1]
     assert [fresh.context(1), begun.context(1)] == [(1, 2), (1, 2, 3, 4, 5)]
 
 

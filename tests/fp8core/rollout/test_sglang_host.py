@@ -110,7 +110,7 @@ def test_a_session_takes_requests_while_others_run() -> None:
         session = session_of(pipe, 6)
         session.add([group(0, 1, 2)])
         found = session.step()
-        session.add([replace(group(1, 4), begun=((5, 6), (5, 6, 6)), room=(2, 99))])
+        session.add([replace(group(1, 4), prefix_tokens=((5, 6), (5, 6, 6)), max_tokens=(2, 99))])
         found += finished(session)
     assert {(done.group, done.sample): (done.tokens, done.finish) for done in found} == {
         (0, 0): ([2, 3, 4, 5, 6, 7], "length"),

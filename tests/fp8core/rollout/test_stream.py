@@ -31,9 +31,9 @@ def generate(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Ite
     for group in groups:
         done = []
         for i, (sample, seed) in enumerate(zip(group.samples, group.seeds, strict=True)):
-            begun = len(group.begun[i]) if group.begun else 0
+            begun = len(group.prefix_tokens[i]) if group.prefix_tokens else 0
             assert begun < length(seed), "a complete one is asked for more"
-            end = min(length(seed), begun + (group.room[i] if group.room else LONGEST))
+            end = min(length(seed), begun + (group.max_tokens[i] if group.max_tokens else LONGEST))
             tokens = [100 * seed + place for place in range(begun, end)]
             done.append(
                 Completion(group.group, sample, tokens, [0.0] * len(tokens), "stop" if end == length(seed) else "open")
