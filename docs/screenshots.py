@@ -38,7 +38,7 @@ from PIL import Image
 from playwright.sync_api import Page, ViewportSize, sync_playwright
 
 from flows.tracking.backlog import COMPLETIONS
-from flows.tracking.record import TrackingRecord, read_record
+from flows.tracking.record import ServiceRecord, read_record
 from flows.tracking.store import is_server
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import labels, read_run
@@ -104,15 +104,14 @@ def mlflow_pictures(runs: list[Path], out: Path) -> None:
         keep(page.screenshot(), out / "report.png")
 
 
-def recorded(folder: Path) -> TrackingRecord:
+def recorded(folder: Path) -> ServiceRecord:
     """Where a run is in MLflow."""
-    record = read_record(folder)
-    if record is None:
+    if (tracked := read_record(folder)) is None or (record := tracked.mlflow) is None:
         sys.exit(f"{folder}: no MLflow run (no tracking.json)")
     return record
 
 
-def mlflow_pages(address: str, records: list[TrackingRecord]) -> dict[str, str]:
+def mlflow_pages(address: str, records: list[ServiceRecord]) -> dict[str, str]:
     """Name of the picture -> address of the page."""
     experiment = f"{address}/#/experiments/{records[0].experiment_id}"
     both = quote(f"attributes.run_id IN ({', '.join(repr(record.run_id) for record in records)})")
@@ -123,7 +122,7 @@ def mlflow_pages(address: str, records: list[TrackingRecord]) -> dict[str, str]:
     }
 
 
-def completions_page(address: str, record: TrackingRecord) -> str:
+def completions_page(address: str, record: ServiceRecord) -> str:
     """Address of the table of completions of a run."""
     run = f"{address}/#/experiments/{record.experiment_id}/runs/{record.run_id}"
     return f"{run}/artifacts/{COMPLETIONS}?workflowType=machine_learning"

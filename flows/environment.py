@@ -36,7 +36,11 @@ import os, runpy, signal, sys, threading
 threading.Thread(target=lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
 runpy.run_module("prefect", run_name="__main__", alter_sys=True)
 """
-NO_TELEMETRY = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+NO_TELEMETRY = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",
+}
 # No "Finished in state Completed()": the task's state shows it, and each log costs time in every step.
 _QUIET_TASKS = {"PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING"}
 _CLIENT_SETTINGS = {

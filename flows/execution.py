@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class FlowExecution(Execution):
-    """Every part of a training as a Prefect task, with MLflow and Prefect's pages beside it."""
+    """Every part of a training as a Prefect task, with tracking services and Prefect's pages beside it."""
 
     def __init__(self, session: Session, pages: TrainingPages, stop: StopRequest) -> None:
         graph = session.run.graph
@@ -107,8 +107,7 @@ class FlowExecution(Execution):
             run.console.note(gap_line(run.store.get_json(result.entry.outputs["precision_gap"])))
 
     def restored(self, run: RunContext, redone: int) -> None:
-        self._session.mlflow.follow_ledger()
-        self._session.publisher.wake()
+        self._session.follow_ledger()
         if next_step(run) > START + 1:
             run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
 
@@ -122,7 +121,7 @@ class FlowExecution(Execution):
         self._last = []
 
     def written(self, run: RunContext) -> None:
-        self._session.publisher.wake()
+        self._session.wake()
 
     def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
         self._pages.end_step(Completed())
@@ -133,7 +132,7 @@ class FlowExecution(Execution):
         run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
         if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
             run.console.sample(*found)
-        self._session.publisher.wake()
+        self._session.wake()
 
 
 def _as_task(function: Callable[..., Any], name: str) -> Any:

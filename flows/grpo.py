@@ -17,7 +17,7 @@ from flows.orchestration import FlowOverrides, LoggedLines, RunName, failed, pre
 from flows.run_lookup import load_settings
 from flows.termination import stop_on_sigterm
 from flows.tracking.session import Session, open_session
-from flows.tracking.store import quiet_store_logs, ui_command
+from flows.tracking.store import quiet_store_logs
 from flows.training_pages import TrainingPages
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.capability import this_platform
@@ -96,7 +96,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> dict[str, Any]:
         TrainingPages(session.run) as pages,
         stop_on_sigterm() as stop,
     ):
-        pages.start(session.tracker.page)
+        pages.start(session.pages)
         loop.train(session.run, FlowExecution(session, pages, stop))
         return finish(session, console)
 
@@ -119,7 +119,7 @@ def compile_first(config: RunConfig, console: Console) -> None:
 
 
 def finish(session: Session, console: Console) -> dict[str, Any]:
-    run, tracker = session.run, session.tracker
+    run = session.run
     folder, name, bounds = run.directory.path, run.directory.path.name, stop_bounds(run.config)
     data = read_run(folder, name)
     run.directory.write_text(REPORT, report_html([data]))
@@ -131,7 +131,7 @@ def finish(session: Session, console: Console) -> dict[str, Any]:
     found = verdict(data)
     summary = {
         "run": name,
-        "mlflow_run_id": tracker.run_id,
+        **{f"{service}_run_id": tracker.run_id for service, tracker in session.trackers.items()},
         "chain_head": str(Head.of(stored_manifest(run, next_step(run) - 1))),
         # As stored: no rank is needed any more, and one may be lost.
         "weights_digest": run.store.get_json(carried(run, next_step(run))["policy"])["weights_digest"],
@@ -142,11 +142,10 @@ def finish(session: Session, console: Console) -> dict[str, Any]:
         **summarise(data.history, session.overheads),
     }
     run.directory.write_text(SUMMARY, json.dumps(summary, indent=2) + "\n")
-    session.mlflow.add_result()
-    session.publisher.wake()
-    ui = ui_command(tracker.uri)
+    session.add_result()
     places = {"report": str(folder / REPORT), "curves": str(folder / CURVES)}
-    places |= {"MLflow": tracker.page} if ui is None else {"MLflow UI": ui, "then open": tracker.page}
+    for tracker in session.trackers.values():
+        places |= tracker.links()
     console.section(f"{name}: done", found.paragraphs, {**places, "chain": summary["chain_head"]})
     return summary
 

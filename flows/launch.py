@@ -31,7 +31,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
 
     with Part("checking model and data", say):
         check_runnable(config, new_code=parameters.get("new_code", False))
-    check_store(config)
+    check_trackers(config)
     if not wants_gpus(config):
         # Before Prefect's threads, in which the steps run, have arenas of their own.
         keep_freed_memory()
@@ -50,14 +50,17 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
         return stopped(reason("interrupted"), ExitCode.INTERRUPTED)
 
 
-def check_store(config: "RunConfig") -> None:
-    """Raises UserError: a run that MLflow does not know yet names a server that does not answer."""
-    named = config.tracking.uri is not None or is_set("MLFLOW_TRACKING_URI")
-    if named and read_record(config.runs / str(config.run)) is None:
-        # MLflow takes seconds to import, which otherwise pass while Prefect starts.
-        from flows.tracking.store import check_server
+def check_trackers(config: "RunConfig") -> None:
+    """Raises UserError: a run that a service does not know yet cannot begin there."""
+    from flows.tracking.registry import find_tracker
 
-        check_server(config.tracking.uri)
+    known = read_record(config.runs / str(config.run))
+    for service in config.tracking.services:
+        # MLflow takes seconds to import, which otherwise pass while Prefect starts.
+        if service == "mlflow" and config.tracking.uri is None and not is_set("MLFLOW_TRACKING_URI"):
+            continue
+        if known is None or service not in known.services:
+            find_tracker(service).check(config)
 
 
 def say(text: object, file: TextIO | None = None) -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.launch import check_store, say
+from flows.launch import check_trackers, say
 from fp8core.config.load import NON_NUMERIC_KEYS, Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
@@ -82,7 +82,7 @@ def refuse(
     for unfinished in left[-1:]:
         with Part("checking model and data", say):
             check_inputs(unfinished)
-        check_store(unfinished)
+        check_trackers(unfinished)
     return ParityPlan(named, base, trained, drawn, trainings)
 
 

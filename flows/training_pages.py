@@ -1,4 +1,4 @@
-"""Pages of a training in Prefect beside its tasks: one for each step, and a link to MLflow.
+"""Pages of a training in Prefect beside its tasks: one for each step, and links to tracking services.
 
 A step is a flow run below the training's. Prefect's client makes it one step ahead, in a thread: `@flow` would ask the
 server ten times a step, while the training waits. While the server is away, the tasks of a step belong to the
@@ -7,7 +7,7 @@ training's own page, and one attempt in `PAUSE_SECONDS` finds its return.
 
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import copy_context
@@ -85,10 +85,12 @@ class TrainingPages:
                 self.end_step(Cancelled(message="stopped"))
             self._leave_made()
 
-    def start(self, page: str) -> None:
-        """Show the MLflow run at `page`; what a killed process of this run left as running has crashed."""
+    def start(self, pages: Mapping[str, str]) -> None:
+        """Link the run's `pages` in tracking services; what a killed process of it left as running has crashed."""
         key = artifact_key(self._run.directory.path.name, "mlflow")
-        self._ask(lambda: create_markdown_artifact(f"[MLflow run]({page})", key, "Metrics, models and files."))
+        links = "\n\n".join(f"[{title} run]({page})" for title, page in pages.items())
+        if links:
+            self._ask(lambda: create_markdown_artifact(links, key, "Metrics, models and files."))
         self._ask(self._settle)
 
     def begin_step(self, index: int, after: Collection[State[Any]]) -> None:

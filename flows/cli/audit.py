@@ -200,7 +200,9 @@ def collect(options: argparse.Namespace) -> int:
     lock = RunLock.acquire(folder / LOCK)
     try:
         tracked = read_record(folder)
-        published = None if tracked is None else tracked.published
+        known = {} if tracked is None else tracked.services
+        services = [known[service] for service in config.tracking.services if service in known]
+        published = min((service.published for service in services), default=None)
         removal = plan_removal(folder, keep, published, config.pipeline.reach)
         say(removal_text(keep, removal))
         if options.yes:

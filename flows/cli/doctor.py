@@ -17,7 +17,7 @@ def add_commands(commands: Any) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    for line in (*_machine(), *_engines()):
+    for line in (*_machine(), *_engines(), *_trackers()):
         say(line)
     return ExitCode.DONE
 
@@ -40,6 +40,19 @@ def _machine() -> Iterator[str]:
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)
         yield f"GPU {i}: {gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+
+
+def _trackers() -> Iterator[str]:
+    from flows.tracking.registry import find_tracker
+    from fp8core.config.shipped import TRACKERS
+    from fp8core.store.manifest import installed_version
+
+    for service in TRACKERS:
+        try:
+            find_tracker(service)
+            yield f"tracking.services={service}: ready, {service} {installed_version(service)}"
+        except UserError as error:
+            yield f"tracking.services={service}: not ready, {str(error).removeprefix(f'tracking.services={service}: ')}"
 
 
 def _engines() -> Iterator[str]:

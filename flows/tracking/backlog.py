@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from flows.tracking.metric_names import model_metrics, shown_metrics
-from flows.tracking.record import change_record, mark_dead
+from flows.tracking.record import RecordFile
 from flows.tracking.tracker import HEAD, RUN_DIRECTORY, TRAINING, Checkpoint, Table, Tracker
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.layers import leaves
@@ -41,25 +41,27 @@ COMPLETION_COLUMNS = (
 
 
 class Backlog:
-    def __init__(self, run: RunContext, tracker: Tracker) -> None:
-        self._run, self._tracker = run, tracker
-        self._sent = change_record(run.directory.path)
+    """`service`: its name in tracking.json, which holds what it has got."""
+
+    def __init__(self, run: RunContext, service: str, tracker: Tracker, file: RecordFile) -> None:
+        self._run, self.tracker = run, tracker
+        self._service, self._file = service, file
         self._begun = self._readable = self._finished = False
-        self._error: str | None = None
+        self._report: Path | None = None
         self._shown: tuple[BoundEntry | None, bool] = (None, False)
 
     @property
     def published(self) -> int:
         """The last step up to which the service holds all; -1: none."""
-        return self._sent.published
+        return self._file.record.services[self._service].published
 
     def follow_ledger(self) -> None:
         """The files of committed steps can be read from now on."""
         self._readable = True
 
-    def add_report(self, error: str) -> None:
+    def add_report(self, report: Path) -> None:
         """The training failed: its report follows what is committed."""
-        self._error = error
+        self._report = report
 
     def add_result(self) -> None:
         """Picture, summary and report are in the run's folder, and nothing more will be committed."""
@@ -74,10 +76,9 @@ class Backlog:
             raise
 
     def _pieces(self) -> Iterator[None]:
-        run, tracker = self._run, self._tracker
+        run, tracker = self._run, self.tracker
         if not self._begun:
             publish_description(run, tracker)
-            mark_dead(run.directory.path.parent, tracker.uri)
             self._begun = True
             yield
         if self._readable:
@@ -85,27 +86,28 @@ class Backlog:
         if self._finished:
             publish_result(run, tracker)
             self._finished = False
-        if self._error is not None and run.directory.ledger.last_step() is not None:
-            tracker.log_artifact(REPORT, write_report(run, self._error))
-            self._error = None
+        if self._report is not None:
+            tracker.log_artifact(REPORT, self._report)
+            self._report = None
 
     def _note(self, **cursor: int) -> None:
-        self._sent = change_record(self._run.directory.path, **cursor)
+        self._file.change_service(self._service, **cursor)
 
     def _publish_committed(self) -> Iterator[None]:
         ledger = self._run.directory.ledger
         while ledger.step(step := self.published + 1) is not None:
-            publish_step(self._run, self._tracker, step)
+            publish_step(self._run, self.tracker, step)
             self._note(published=step)
             yield
         # A redo may come at any time: what a later step reads was damaged.
         if (state := (ledger.last_bound(), bool(ledger.inexact_steps()))) != self._shown:
-            publish_state(self._tracker, *state)
+            publish_state(self.tracker, *state)
             self._shown = state
             yield
-        newest = takewhile(lambda entry: entry.step > self._sent.models, ledger.last_checkpoints())
+        models = self._file.record.services[self._service].models
+        newest = takewhile(lambda entry: entry.step > models, ledger.last_checkpoints())
         for entry in reversed(list(newest)):
-            self._tracker.log_checkpoint(checkpoint_of(self._run, entry))
+            self.tracker.log_checkpoint(checkpoint_of(self._run, entry))
             self._note(models=entry.step)
             yield
 

@@ -26,9 +26,11 @@ def published_head(folder: Path) -> PublishedHead | Finding:
     try:
         if (record := read_record(folder)) is None:
             raise UserError("it has no tracking.json")
-        uri = store_of_folder(record.uri, folder)
+        if (known := record.mlflow) is None:
+            raise UserError("tracking.json names no MLflow run")
+        uri = store_of_folder(known.uri, folder)
         with store_errors(uri):
-            run = existing_store(uri).get_run(record.run_id)
+            run = existing_store(uri).get_run(known.run_id)
         place = f"MLflow run {run.info.run_id} in {without_passwords(uri)}"
         if (text := run.data.tags.get(HEAD)) is None:
             raise UserError(f"{place} holds no head: nothing was published")

@@ -7,7 +7,6 @@ tracking URI is set for the process: the steps of several trainings may run in i
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,17 +16,30 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus, M
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
+from flows.tracking.record import RunOutcome, ServiceRecord, mark_dead
 from flows.tracking.store import (
     check_artifact_place,
+    check_server,
     get_or_create_experiment,
     is_server,
     prepare_store,
     public_address,
+    resolve_tracking_uri,
     store_errors,
+    store_of_folder,
+    ui_command,
 )
-from flows.tracking.tracker import RUN_DIRECTORY, TRAINING, Checkpoint, RunOutcome, Table
-from fp8core.config.run import RunConfig
-from fp8core.errors import printable_lines
+from flows.tracking.tracker import (
+    RUN_DIRECTORY,
+    TRAINING,
+    Checkpoint,
+    Outage,
+    Table,
+    Tracker,
+    TrackerEntry,
+    Training,
+)
+from fp8core.errors import UserError, printable_lines, without_passwords
 
 ERROR = "error"
 MODEL_TYPE = "policy"
@@ -40,33 +52,32 @@ _TABLES, _LISTED = "mlflow.loggedArtifacts", 100
 R = TypeVar("R")
 
 
-@dataclass
-class MlflowTracker:
-    uri: str
-    experiment_id: str
-    run_id: str
-    system_metrics: bool = False
-    _monitor: SystemMetricsMonitor | None = field(default=None, init=False)
+class MlflowTracker(Tracker):
+    title = "MLflow"
+
+    def __init__(self, training: Training, uri: str, experiment_id: str, run_id: str) -> None:
+        self.uri, self.experiment_id, self.run_id = uri, experiment_id, run_id
+        self._training = training
+        self._monitor: SystemMetricsMonitor | None = None
 
     @classmethod
-    def open(
-        cls, config: RunConfig, uri: str, name: str, training: str, folder: Path, known: str | None
-    ) -> "MlflowTracker":
-        """The MLflow run `known`, else the one that a killed process left, else a new one with this name.
+    def open(cls, training: Training, uri: str, known: str | None) -> "MlflowTracker":
+        """The MLflow run `known`, else the one that a killed process left, else a new one with the training's name.
 
-        `training` is the `id` of run.json. A missing store or experiment is created; several processes may do so at
-        once. Raises Outage; UserError: the store is not to be used.
+        A missing store or experiment is created; several processes may do so at once. Raises Outage; UserError: the
+        store is not to be used.
         """
+        config = training.config
         with store_errors(uri):
             client = prepare_store(uri, config.runs)
             run = None if known is None else _find_run(client, known)
             if run is None:
                 experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
-                tags = {TRAINING: training, RUN_DIRECTORY: str(folder)}
-                run = _tagged(client, experiment, tags) or client.create_run(experiment, None, tags, name)
+                tags = {TRAINING: training.id, RUN_DIRECTORY: str(training.folder)}
+                run = _tagged(client, experiment, tags) or client.create_run(experiment, None, tags, training.name)
             check_artifact_place(uri, run, config.tracking.uri)
             client.update_run(run.info.run_id, "RUNNING")  # A deleted run is refused.
-        return cls(uri, run.info.experiment_id, run.info.run_id, config.tracking.system_metrics)
+        return cls(training, uri, run.info.experiment_id, run.info.run_id)
 
     @cached_property
     def client(self) -> MlflowClient:
@@ -79,6 +90,10 @@ class MlflowTracker:
         server = public_address(self.uri) if is_server(self.uri) else UI_ADDRESS
         run = f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
         return f"{run}/model-metrics?workflowType=machine_learning"
+
+    def links(self) -> Mapping[str, str]:
+        ui = ui_command(self.uri)
+        return {self.title: self.page} if ui is None else {"MLflow UI": ui, "then open": self.page}
 
     def start(self, settings: Mapping[str, object]) -> None:
         with store_errors(self.uri):
@@ -93,12 +108,13 @@ class MlflowTracker:
             # A parameter cannot change.
             self.set_tags({name: text for name, text in texts.items() if known.get(name, text) != text})
             self._watch_load()
+        mark_dead(self._training.folder.parent, self.uri)
 
     def _watch_load(self) -> None:
         """Begin or go on with MLflow's own samples of the load: an outage ends its thread."""
         if self._monitor is not None:
             self._monitor.finish()
-        if self.system_metrics:
+        if self._training.config.tracking.system_metrics:
             self._monitor = SystemMetricsMonitor(self.run_id, resume_logging=True, tracking_uri=self.uri)
             self._monitor.start()
 
@@ -166,6 +182,25 @@ class MlflowTracker:
             if error is not None:
                 self.set_tags({ERROR: error})
             self.client.set_terminated(self.run_id, outcome, ended_ms)
+
+
+def open_tracker(training: Training, known: ServiceRecord | None) -> MlflowTracker:
+    """The MLflow run that the folder names, else a new one, in the configured store, else the folder's own."""
+    config, stored = training.config, training.begun_uri if known is None else known.uri
+    if config.tracking.uri is not None:
+        uri = resolve_tracking_uri(config.tracking.uri, config.runs)
+    else:
+        uri = store_of_folder(stored, training.folder)
+    try:
+        return MlflowTracker.open(training, uri, None if known is None else known.run_id)
+    except Outage as error:
+        if known is None or known.uri != without_passwords(uri):
+            raise UserError(str(error)) from error
+        # The publisher goes on when it is over.
+        return MlflowTracker(training, uri, known.experiment_id, known.run_id)
+
+
+TRACKER = TrackerEntry(open_tracker, lambda config: check_server(config.tracking.uri))
 
 
 def _find_run(client: MlflowClient, run_id: str) -> Run | None:

@@ -40,12 +40,12 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult) ->
                 experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
         else:
             record = read_record(folder)
-            if record is None:
+            if record is None or (known := record.mlflow) is None:
                 return "the run was never tracked in MLflow: the evaluation is not logged"
-            uri, experiment = store_of_folder(record.uri, folder, config.tracking.uri), record.experiment_id
+            uri, experiment = store_of_folder(known.uri, folder, config.tracking.uri), known.experiment_id
             with store_errors(uri):
                 client = existing_store(uri)
-                own = f"source_run_id = '{record.run_id}' AND tags.step = '{result.step}'"
+                own = f"source_run_id = '{known.run_id}' AND tags.step = '{result.step}'"
                 found = client.search_logged_models([experiment], own, max_results=1)
                 model_id = found[0].model_id if found else None
         with store_errors(uri):

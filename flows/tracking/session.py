@@ -1,18 +1,16 @@
-"""One training in this process, from opening its folder to its final status in MLflow."""
+"""One training in this process, from opening its folder to its final status in each tracking service."""
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from flows.tracking.backlog import Backlog
-from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.record import TrackingRecord, change_record, read_record, write_record
-from flows.tracking.store import resolve_tracking_uri, store_of_folder
-from flows.tracking.tracker import Outage, RunOutcome, Tracker
+from flows.tracking.backlog import Backlog, write_report
+from flows.tracking.record import RecordFile, RunOutcome, ServiceRecord
+from flows.tracking.registry import find_tracker
+from flows.tracking.tracker import Outage, Tracker, Training
 from fp8core.config.run import RunConfig, resume_command
 from fp8core.errors import UserError, first_line, without_passwords
 from fp8core.report.console import Console
@@ -29,16 +27,17 @@ OUTAGE_PATIENCE_SECONDS, STOPPED_PATIENCE_SECONDS = 60.0, 5.0
 
 
 class Publisher:
-    """A thread that mirrors a run's ledger to MLflow until `close` or `stop`; the training never waits for it."""
+    """A thread that mirrors a run's ledger to one service until `end`; the training never waits for it."""
 
     def __init__(self, backlog: Backlog, console: Console) -> None:
-        self._backlog, self._console = backlog, console
+        self.backlog = backlog
+        self._title, self._console = backlog.tracker.title, console
         self._news, self._closed = threading.Event(), threading.Event()
         self._deadline = float("inf")
         """Time (monotonic) of the last attempt after the training ended."""
         self._stopped = False
         self._news.set()  # An earlier process may have left something.
-        self._life: Future[None] = ThreadPoolExecutor(1, "publisher").submit(self._follow)
+        self._life: Future[None] = ThreadPoolExecutor(1, f"publisher of {self._title}").submit(self._follow)
 
     def wake(self) -> None:
         """Something was committed. Raises UserError: the run cannot be published."""
@@ -47,24 +46,22 @@ class Publisher:
             self._life.result()
 
     def close(self) -> None:
-        """Publish the rest, but wait for the service no longer than its patience. Raises as `wake`."""
+        """Let it publish the rest, and wait for a service that is away no longer than its patience."""
         self._end(OUTAGE_PATIENCE_SECONDS)
-        self._life.result()
 
-    def stop(self) -> None:
-        """Publish for a few seconds more; the user sees only the error that failed or stopped the training."""
+    def stop(self, patience: float) -> None:
+        """Let it publish for some seconds more: the training failed or was stopped."""
         self._stopped = True
-        self._end(STOPPED_PATIENCE_SECONDS)
+        self._end(patience)
 
     def _end(self, patience: float) -> None:
         self._deadline = time.monotonic() + patience
         self._closed.set()
         self._news.set()
-        try:
-            self._life.exception()
-        except BaseException:  # Ctrl-C ends the wait.
-            self._stopped, self._deadline = True, 0.0
-            raise
+
+    def wait(self) -> BaseException | None:
+        """The reason for which the run cannot be published; waits for the end of the thread."""
+        return self._life.exception()
 
     def _follow(self) -> None:
         away = False
@@ -73,13 +70,15 @@ class Publisher:
             self._news.clear()
             last = self._closed.is_set()
             try:
-                for _ in self._backlog.publish():
+                for _ in self.backlog.publish():
                     if self._stopped and time.monotonic() > self._deadline:
                         return
             except Outage as error:
                 if not away:
                     away = True
-                    self._console.note(f"MLflow does not answer ({error}); metrics stay in the ledger and follow")
+                    self._console.note(
+                        f"{self._title} does not answer ({error}); metrics stay in the ledger and follow"
+                    )
                 if last and (self._stopped or time.monotonic() + RETRY_SECONDS > self._deadline):
                     return
                 # A training that ends is heard of during the pause.
@@ -88,7 +87,7 @@ class Publisher:
                 continue
             if away:
                 away = False
-                self._console.note(f"MLflow answers again; it has every step up to {self._backlog.published}")
+                self._console.note(f"{self._title} answers again; it has every step up to {self.backlog.published}")
             if last:
                 return
 
@@ -96,93 +95,139 @@ class Publisher:
 @dataclass
 class Session:
     run: RunContext
-    tracker: MlflowTracker
-    mlflow: Backlog
-    publisher: Publisher
+    trackers: Mapping[str, Tracker]
+    """By their names in `tracking.services`."""
+    publishers: list[Publisher]
     overheads: list[float] = field(default_factory=list)
     """Milliseconds outside of tasks, of each step of this process."""
+
+    @property
+    def pages(self) -> dict[str, str]:
+        """Title of a service -> address of the run there."""
+        return {each.title: each.page for each in self.trackers.values() if each.page is not None}
+
+    def follow_ledger(self) -> None:
+        """The files of committed steps can be read from now on."""
+        for publisher in self.publishers:
+            publisher.backlog.follow_ledger()
+        self.wake()
+
+    def add_result(self) -> None:
+        """Picture, summary and report are in the run's folder, and nothing more will be committed."""
+        for publisher in self.publishers:
+            publisher.backlog.add_result()
+        self.wake()
+
+    def wake(self) -> None:
+        """Something was committed. Raises UserError: the run cannot be published."""
+        for publisher in self.publishers:
+            publisher.wake()
+
+    def fail(self, error: str) -> None:
+        """Write a report with the reason, and let it be published. Nothing is there to report before step 0."""
+        if self.run.directory.ledger.last_step() is None:
+            return
+        with suppress(UserError):  # A full disk, say; `error` was first.
+            report = write_report(self.run, error)
+            for publisher in self.publishers:
+                publisher.backlog.add_report(report)
+
+    def wait(self) -> None:
+        """Wait for publishers that were ended. Raises as `wake`."""
+        try:
+            problems = [publisher.wait() for publisher in self.publishers]
+        except BaseException:  # Ctrl-C ends the wait.
+            for publisher in self.publishers:
+                publisher.stop(patience=0.0)
+            raise
+        for problem in filter(None, problems):
+            raise problem
 
 
 @contextmanager
 def open_session(config: RunConfig, name: str, console: Console, *, new_code: bool = False) -> Iterator[Session]:
     """Open a new or an existing run (arguments and errors: `run.open.open_directory` and `run.open.open_run`).
 
-    A new run needs its tracking store from the start; one that MLflow has goes on without, and publishes later.
+    A new run needs its tracking services from the start; one that a service has goes on without, and publishes later.
     """
     graph = graph_of(config)
     with open_directory(config, name, new_code=new_code) as directory:
-        tracker = _open_tracker(directory, config, name)
-        console.section(
-            f"fp8-grpo run {name}", [], {"folder": str(directory.path), "MLflow": without_passwords(tracker.uri)}
-        )
+        file = RecordFile(directory.path)
+        trackers = _open_trackers(directory, config, name, file)
+        places = {tracker.title: without_passwords(tracker.uri) for tracker in trackers.values()}
+        console.section(f"fp8-grpo run {name}", [], {"folder": str(directory.path), **places})
         try:
-            with (
-                open_run(config, graph, directory, console) as run,
-                _published(run, tracker) as session,
-            ):
-                yield session
+            with open_run(config, graph, directory, console) as run:
+                backlogs = [Backlog(run, service, tracker, file) for service, tracker in trackers.items()]
+                publishers = [Publisher(backlog, console) for backlog in backlogs]
+                with _published(Session(run, trackers, publishers)) as session:
+                    yield session
         except BaseException as error:
             # Others: Ctrl-C, SIGTERM, a cancelled flow run.
             failed = isinstance(error, Exception) and not isinstance(error, TrainingPaused)
             with suppress(UserError):  # A full disk, say; `error` was first.
-                _conclude(directory.path, tracker, "FAILED" if failed else "KILLED", str(error) if failed else None)
+                _conclude(file, trackers, "FAILED" if failed else "KILLED", str(error) if failed else None)
             raise
-        problem = _conclude(directory.path, tracker, "FINISHED", None)
-        if missing := _missing(directory):
-            console.note(f"{problem or 'MLflow lacks them'}; {missing} will follow: {resume_command(config, name)}")
+        problems = _conclude(file, trackers, "FINISHED", None)
+        for service, tracker in trackers.items():
+            if missing := _missing(directory, file.record.services[service]):
+                reason = problems.get(service, f"{tracker.title} lacks them")
+                console.note(f"{reason}; {missing} will follow: {resume_command(config, name)}")
 
 
 @contextmanager
-def _published(run: RunContext, tracker: MlflowTracker) -> Iterator[Session]:
-    mlflow = Backlog(run, tracker)
-    session = Session(run, tracker, mlflow, Publisher(mlflow, run.console))
+def _published(session: Session) -> Iterator[Session]:
     try:
         yield session
     except BaseException as error:
         if isinstance(error, Exception):  # Others stop a training that is continued later; its user waits.
-            mlflow.add_report(without_passwords(first_line(error)))
-        session.publisher.stop()
+            session.fail(without_passwords(first_line(error)))
+        for publisher in session.publishers:
+            publisher.stop(STOPPED_PATIENCE_SECONDS)
+        with suppress(UserError):  # The user sees only the error that failed or stopped the training.
+            session.wait()
         raise
-    session.publisher.close()
+    for publisher in session.publishers:
+        publisher.close()
+    session.wait()
 
 
-def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> MlflowTracker:
-    """The MLflow run that this folder names, else a new one, in the configured store, else the folder's own."""
-    folder, described, known = directory.path.absolute(), directory.description(), read_record(directory.path)
+def _open_trackers(directory: RunDirectory, config: RunConfig, name: str, file: RecordFile) -> dict[str, Tracker]:
+    described = directory.description()
     assert described is not None, "an open folder has its run.json"
-    if config.tracking.uri is not None:
-        uri = resolve_tracking_uri(config.tracking.uri, config.runs)
-    else:
-        uri = store_of_folder(described.tracking_uri if known is None else known.uri, folder)
-    shown, known_run = without_passwords(uri), None if known is None else known.run_id
-    try:
-        tracker = MlflowTracker.open(config, uri, name, described.id, folder, known_run)
-    except Outage as error:
-        if known is None or known.uri != shown:
-            raise UserError(str(error)) from error
-        # The publisher goes on when it is over.
-        tracker = MlflowTracker(uri, known.experiment_id, known.run_id, config.tracking.system_metrics)
-    if known is None or tracker.run_id != known.run_id:
-        known = TrackingRecord(uri=uri, experiment_id=tracker.experiment_id, run_id=tracker.run_id)
-    write_record(folder, known.changed(uri=uri, status="RUNNING", error=None, ended_ms=None, told=False))
-    return tracker
+    training = Training(config, name, described.id, directory.path.absolute(), described.tracking_uri)
+    trackers = dict[str, Tracker]()
+    file.change(status="RUNNING", error=None, ended_ms=None)
+    for service in config.tracking.services:
+        known = file.record.services.get(service)
+        tracker = trackers[service] = find_tracker(service).open(training, known)
+        if known is None or tracker.run_id != known.run_id:
+            known = ServiceRecord(uri=tracker.uri, experiment_id=tracker.experiment_id, run_id=tracker.run_id)
+        published = known.published if tracker.published is None else min(known.published, tracker.published)
+        fields = {**known.model_dump(), "uri": tracker.uri, "told": False, "published": published}
+        file.change_service(service, **fields)
+    return trackers
 
 
-def _conclude(folder: Path, tracker: Tracker, status: RunOutcome, error: str | None) -> str | None:
-    """Record the end of the training, and show it in MLflow; returns the reason why MLflow does not show it."""
+def _conclude(
+    file: RecordFile, trackers: Mapping[str, Tracker], status: RunOutcome, error: str | None
+) -> dict[str, str]:
+    """Record the end of the training, and show it; returns the reason of each service that does not show it."""
     ended_ms = time.time_ns() // 1_000_000
-    change_record(folder, status=status, error=error, ended_ms=ended_ms, told=False)
-    try:
-        tracker.end(status, error, ended_ms)
-    except Outage as problem:
-        return str(problem)
-    change_record(folder, told=True)
-    return None
+    file.change(status=status, error=error, ended_ms=ended_ms)
+    problems = dict[str, str]()
+    for service, tracker in trackers.items():
+        try:
+            tracker.end(status, error, ended_ms)
+        except Outage as problem:
+            problems[service] = str(problem)
+        else:
+            file.change_service(service, told=True)
+    return problems
 
 
-def _missing(directory: RunDirectory) -> str | None:
-    last, record = directory.ledger.last_step(), change_record(directory.path)
-    published = record.published
+def _missing(directory: RunDirectory, known: ServiceRecord) -> str | None:
+    last, published = directory.ledger.last_step(), known.published
     if last is not None and published < last:
         return f"steps {published + 1} to {last}" if published + 1 < last else f"step {last}"
-    return None if record.told else "how the run ended"
+    return None if known.told else "how the run ended"

@@ -1,15 +1,17 @@
-"""The protocol of a service that shows trainings; MLflow is one (`mlflow_tracker`).
+"""The interface of a service that shows trainings, and its entry in the registry (`flows.tracking.registry`).
 
 The ledger is the record of a training; a service is its picture. So every method of a `Tracker` may be repeated after
 a kill, or a lost answer, with the same arguments, and leaves nothing twice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
-RunOutcome = Literal["FINISHED", "FAILED", "KILLED"]
+from flows.tracking.record import RunOutcome, ServiceRecord
+from fp8core.config.run import RunConfig
+
 HEAD = "chain_head"
 """Tag: the newest link of the chain of manifests that was published (`manifest.Head`)."""
 RUN_DIRECTORY = "run_directory"
@@ -38,11 +40,29 @@ class Checkpoint:
     metrics: Mapping[str, float]
 
 
-class Tracker(Protocol):
-    """One training in a service. Every method raises Outage."""
+class Tracker:
+    """One training in a service: a subclass overrides the methods that it has a use for, the others do nothing.
 
+    Every method may raise Outage. `start` is called first, and again after an outage.
+    """
+
+    title: str
+    """The service, in words."""
     uri: str
-    """The service, with its password."""
+    """The service, with its password; or a folder."""
+    experiment_id: str = ""
+    run_id: str = ""
+    published: int | None = None
+    """The last step that the service says that it holds; None: tracking.json knows."""
+
+    @property
+    def page(self) -> str | None:
+        """Address of the run's charts."""
+        return None
+
+    def links(self) -> Mapping[str, str]:
+        """Words for a user -> the address of the run, or the shell command that shows it."""
+        return {} if self.page is None else {self.title: self.page}
 
     def start(self, settings: Mapping[str, object]) -> None:
         """Show the run as under way, and its flat settings. A setting that changed is shown beside the old value."""
@@ -56,6 +76,29 @@ class Tracker(Protocol):
     def log_artifact(self, place: str, content: str | Path | Table) -> None:
         """Write or replace a text, a copy of a file, or a table. The suffix of `place` decides how it is shown."""
 
-    def log_checkpoint(self, checkpoint: Checkpoint) -> None: ...
+    def log_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Show a policy, and where its weights are."""
 
-    def end(self, outcome: RunOutcome, error: str | None, ended_ms: int) -> None: ...
+    def end(self, outcome: RunOutcome, error: str | None, ended_ms: int) -> None:
+        """Show how the training ended, at `ended_ms` (Unix milliseconds). `start` may follow in another process."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training that a tracker is opened for."""
+
+    config: RunConfig
+    name: str
+    id: str
+    """The `id` of run.json."""
+    folder: Path
+    begun_uri: str | None = None
+    """`tracking.uri` when the run began."""
+
+
+@dataclass(frozen=True)
+class TrackerEntry:
+    open: Callable[[Training, ServiceRecord | None], Tracker]
+    """Opens the run that tracking.json names, else a new one. Raises UserError: a new run cannot begin there."""
+    check: Callable[[RunConfig], None] = lambda config: None
+    """Called before any work. Raises UserError."""

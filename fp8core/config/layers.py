@@ -114,6 +114,9 @@ def stacked(layers: Iterable[Layer]) -> Layer:
     tree: dict[str, Any] = {}
     places: dict[str, str] = {}
     for values, written in layers:
+        if isinstance(services := values.get("tracking"), list):
+            values = {**values, "tracking": {"services": services}}
+            written = {**written, "tracking.services": written["tracking"]}
         edits: dict[str, Any] = {}
         if isinstance(pipeline := values.get("pipeline"), Mapping):
             edits = {edit: pipeline[edit] for edit in EDITS if edit in pipeline}

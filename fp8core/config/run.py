@@ -19,7 +19,7 @@ from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import RewardConfig
 from fp8core.config.section import Section, UserPath, UserSource, choice_of
-from fp8core.config.shipped import ENGINES, OPTIMISERS, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS, is_shipped
+from fp8core.config.shipped import ENGINES, OPTIMISERS, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS, TRACKERS, is_shipped
 from fp8core.config.steps import Feature
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.errors import without_passwords
@@ -151,12 +151,15 @@ _STORE = re.compile(r"https?://[^/]|(sqlite|postgresql|mysql|mssql)(\+\w+)?://.|
 
 
 class TrackingConfig(Section):
-    """MLflow, and what Prefect shows of a run beside its tasks."""
+    """Services that show a run. `tracking: [mlflow, wandb]` is short for its `services`."""
 
-    uri: str | None = Field(
-        None, description="Tracking server or store; null: MLFLOW_TRACKING_URI, else sqlite beside the runs."
+    services: tuple[Annotated[str, choice_of(TRACKERS, "TRACKER")], ...] = Field(
+        ("mlflow",), description=f"Any of {', '.join(TRACKERS)}, or a `module:TRACKER` of your own."
     )
-    experiment: str = Field("fp8-grpo", min_length=1, description="MLflow's experiment that runs are logged to.")
+    uri: str | None = Field(
+        None, description="MLflow's server or store; null: MLFLOW_TRACKING_URI, else sqlite beside the runs."
+    )
+    experiment: str = Field("fp8-grpo", min_length=1, description="MLflow's experiment, W&B's project.")
     system_metrics: bool = Field(True, description="Log the load of CPU, memory, disk and GPUs (system/...).")
 
     @field_validator("uri")
@@ -336,6 +339,7 @@ def own_code(config: RunConfig) -> dict[str, str]:
         ("rollout.engine", config.rollout.engine, ENGINES),
         ("training.optimiser.name", config.training.optimiser.name, OPTIMISERS),
         *((("environment.name", config.environment.name, SHIPPED_ENVIRONMENTS),) if config.environment else ()),
+        *((f"tracking.services.{path}", path, TRACKERS) for path in config.tracking.services),
         *((f"reward.others.{other.name}", other.verifier, SHIPPED_VERIFIERS) for other in config.reward.others),
     )
     if config.cluster.address is not None:

@@ -17,6 +17,12 @@ OPTIMISERS: Final[Mapping[str, str]] = {
     "muon": "fp8core.training.optimisers.muon:OPTIMISER",
 }
 """Name in `training.optimiser.name` -> import path of its entry."""
+TRACKERS: Final[Mapping[str, str]] = {
+    "mlflow": "flows.tracking.mlflow_tracker:TRACKER",
+    "wandb": "flows.tracking.wandb_tracker:TRACKER",
+    "tensorboard": "flows.tracking.tensorboard_tracker:TRACKER",
+}
+"""Name in `tracking.services`, which is that of the package it needs -> import path of its entry."""
 SHIPPED_ENVIRONMENTS: Final[Mapping[str, str]] = {"calculator": "Calculator", "python": "Python"}
 """Name in `environment.name` -> its class in fp8core/environments/shipped.py."""
 SHIPPED_VERIFIERS: Final = ("chain", "integer", "math-verify", "format")

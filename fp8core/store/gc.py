@@ -36,7 +36,10 @@ def kept_steps(keep: KeepConfig, steps: Collection[int]) -> set[int]:
 
 
 def plan_removal(folder: Path, keep: KeepConfig | None, published: int | None = None, reach: int = 0) -> Removal:
-    """`published`: the last step that MLflow has (None: all); `reach`: as of `pipeline.reach`. Raises UserError."""
+    """`published`: the last step that every tracking service has (None: all); `reach`: as of `pipeline.reach`.
+
+    Raises UserError.
+    """
     ledger = LedgerView.read(folder / LEDGER)
     ledger.check_no_gap(START, max(ledger.steps(), default=START - 1))
     kept = set(ledger.steps()) if keep is None else _kept(folder, keep, ledger, reach)

@@ -109,7 +109,7 @@ class Deployed:
         return str(self.flow_run().state_type.value)
 
     def mlflow_status(self) -> str:
-        tracking = json.loads((self.folder / "tracking.json").read_text())
+        tracking = json.loads((self.folder / "tracking.json").read_text())["services"]["mlflow"]
         return str(MlflowClient(tracking["uri"]).get_run(tracking["run_id"]).info.status)
 
 

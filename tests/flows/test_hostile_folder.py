@@ -47,7 +47,7 @@ def test_a_run_that_is_the_working_directory(folder, run_copy):
     assert not (folder.parent / "imported").exists()
 
 
-def named_in(run_folder: Path, section: str, key: str, path: str) -> None:
+def named_in(run_folder: Path, section: str, key: str, path: str | list[str]) -> None:
     """Have a run's configuration name code."""
     described = json.loads((run_folder / "run.json").read_text())
     if section == "pipeline":
@@ -95,6 +95,12 @@ def test_code_that_a_run_names_is_imported_by_no_command_without_trust(
     assert f"runs code that its run.json names: {named}" in capsys.readouterr().err
     assert (tmp_path / "imported").exists()
     sys.modules.pop("decoy", None)
+
+
+def test_a_tracker_that_a_run_names_is_opened_by_no_command_without_trust(run_copy, capsys):
+    named_in(run_copy.folder, "tracking", "services", ["decoy:made"])
+    assert main(["resume", str(run_copy.folder)]) == 2
+    assert "code that would run here: tracking.services.decoy:made=decoy:made; --trust" in capsys.readouterr().err
 
 
 def test_a_cluster_that_a_run_names_is_used_by_no_command_without_trust(run_copy, capsys):

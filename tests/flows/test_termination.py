@@ -81,7 +81,7 @@ def command(
 
 
 def status(folder: Path) -> str:
-    tracking = json.loads((folder / "tracking.json").read_text())
+    tracking = json.loads((folder / "tracking.json").read_text())["services"]["mlflow"]
     return str(MlflowClient(tracking["uri"]).get_run(tracking["run_id"]).info.status)
 
 

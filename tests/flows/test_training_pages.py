@@ -91,7 +91,7 @@ def test_steps_of_a_failed_a_killed_and_a_stopped_training_do_not_stay_running()
 
     def continued() -> None:
         with TrainingPages(run) as pages:
-            pages.start("http://mlflow")
+            pages.start({"MLflow": "http://mlflow"})
             pages.begin_step(3, [])
 
     with pytest.raises(ValueError, match="broken"):

@@ -26,14 +26,13 @@ class Copy(NamedTuple):
     def session(self) -> Iterator[tuple[Session, io.StringIO]]:
         out = io.StringIO()
         with open_session(self.config, self.folder.name, Console(out, self.config.steps)) as session:
-            session.mlflow.follow_ledger()
-            session.publisher.wake()
+            session.follow_ledger()
             yield session, out
 
     def publish(self) -> str:
         """Open a training whose steps are done, and close it; returns what the console said after its header."""
         with self.session() as (session, out):
-            session.mlflow.add_result()
+            session.add_result()
         return "".join(out.getvalue().splitlines(keepends=True)[3:])
 
 

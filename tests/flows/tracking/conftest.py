@@ -20,6 +20,7 @@ from flows.environment import answers, bound_mlflow_requests
 from flows.tracking.backlog import write_report
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.store import default_tracking_uri
+from flows.tracking.tracker import Training
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 
@@ -44,7 +45,7 @@ def open_tracker(runs: Path, tmp_path: Path) -> Callable[..., MlflowTracker]:
     def open_it(training: str | None = None, known: str | None = None) -> MlflowTracker:
         config = load_config("tiny", {"runs": str(runs), "tracking.experiment": "exp"})
         uri = default_tracking_uri(runs)
-        return MlflowTracker.open(config, uri, "tiny", training or uuid.uuid4().hex, tmp_path, known)
+        return MlflowTracker.open(Training(config, "tiny", training or uuid.uuid4().hex, tmp_path), uri, known)
 
     return open_it
 
@@ -74,11 +75,12 @@ def trained(settings: dict[str, Any], loop_run: Callable[..., Any]) -> Path:
 @pytest.fixture(scope="session")
 def copy_of_trained(
     settings: dict[str, Any], trained: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Copy]:
-    def make(uri: str) -> Copy:
+) -> Callable[..., Copy]:
+    def make(uri: str, services: tuple[str, ...] = ("mlflow",)) -> Copy:
         folder = tmp_path_factory.mktemp("copy") / trained.name
         shutil.copytree(trained, folder)
         places = {"runs": str(folder.parent), "tracking.uri": uri, "tracking.experiment": folder.parent.name}
+        places |= {"tracking.services": [*services]}
         return Copy(load_config("tiny", {**settings, "run": trained.name, **places}), folder)
 
     return make

@@ -64,7 +64,7 @@ def published(copy_of_trained: Any, runs: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_mlflow_holds_the_head_and_verify_compares_it(published, capsys) -> None:
     before = heads(published.folder)[-2]
-    record = read_record(published.folder)
+    record = read_record(published.folder).mlflow
     place = f"MLflow run {record.run_id} in {record.uri}"
     assert verify(capsys, published.folder) == (0, f"the same head in {place}", [])
     MlflowClient(record.uri).set_tag(record.run_id, "chain_head", str(before))
@@ -81,7 +81,7 @@ def test_a_run_that_was_rewritten_consistently_is_found(published, runs, capsys)
     assert code == 1
     assert f"was told the record {head}, this folder has " in found
     MlflowClient(default_tracking_uri(runs)).set_tag(
-        read_record(published.folder).run_id, "chain_head", f"9:{64 * 'a'}"
+        read_record(published.folder).mlflow.run_id, "chain_head", f"9:{64 * 'a'}"
     )
     code, _, (found,) = verify(capsys, published.folder)
     assert code == 1

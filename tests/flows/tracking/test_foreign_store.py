@@ -62,13 +62,13 @@ def resume(folder: Path, *overrides: str) -> None:
     """As `fp8-grpo resume`, without Prefect."""
     config = load_settings(str(folder), list(overrides))
     with open_session(config, folder.name, Console(io.StringIO(), config.steps)) as session:
-        session.mlflow.follow_ledger()
+        session.follow_ledger()
 
 
 ROUTES: dict[str, Callable[[Path], Any]] = {
     "resume": resume,
     "verify": lambda folder: main(["verify", str(folder)]),
-    "evaluate": lambda folder: store_of_folder(read_record(folder).uri, folder),
+    "evaluate": lambda folder: store_of_folder(read_record(folder).mlflow.uri, folder),
     "neighbour": lambda folder: mark_dead(folder.parent, default_tracking_uri(folder.parent)),
 }
 GO_ON = ("verify", "neighbour")
@@ -79,7 +79,7 @@ def named_by(folder: Path, uri: str) -> None:
     described = json.loads((folder / "run.json").read_bytes())
     described["config"]["tracking"]["uri"] = uri
     (folder / "run.json").write_text(json.dumps(described))
-    write_record(folder, read_record(folder).changed(uri=uri, told=False))
+    write_record(folder, read_record(folder).with_service("mlflow", uri=uri, told=False))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_a_strangers_server_is_never_asked(strange, decoy, route, monkeypatch, c
 def test_a_strangers_store_cannot_send_artifacts_to_a_server(strange, decoy) -> None:
     named_by(strange, default_tracking_uri(strange.parent))
     resume(strange)
-    run_id = read_record(strange).run_id
+    run_id = read_record(strange).mlflow.run_id
     for uri in (decoy, decoy.replace("http", "mlflow-artifacts", 1)):
         with closing(sqlite3.connect(strange.with_name("mlflow.db"))) as database, database:
             database.execute("update runs set artifact_uri = ? where run_uuid = ?", (uri, run_id))
@@ -135,14 +135,14 @@ def test_a_password_is_used_and_is_nowhere_but_in_the_configuration(
     tracking = copy.config.tracking.model_copy(update={"uri": uri})  # From a file: an override is refused.
     said = copy._replace(config=copy.config.model_copy(update={"tracking": tracking})).publish()
     shown = uri.replace("hunter2", "***")
-    assert read_record(copy.folder).uri == shown
+    assert read_record(copy.folder).mlflow.uri == shown
     with pytest.raises(UserError, match=r"only the run's folder .* \(with its password, which no run stores\)"):
         resume(copy.folder)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     resume(copy.folder)
     main(["verify", str(copy.folder)])
     printed = capfd.readouterr()
-    assert f"the same head in MLflow run {read_record(copy.folder).run_id} in {shown}" in printed.out
+    assert f"the same head in MLflow run {read_record(copy.folder).mlflow.run_id} in {shown}" in printed.out
     held = [path for place in (copy.folder, server.root) for path in place.rglob("*") if path.is_file()]
     assert server.root / "mlflow.db" in held
     assert [path for path in held if b"hunter2" in path.read_bytes()] == []

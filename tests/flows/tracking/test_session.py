@@ -9,7 +9,7 @@ import pytest
 from published_copy import KILLED, publish_until
 from waiting import wait_for
 
-from flows.tracking.record import TrackingRecord, mark_dead, read_record, write_record
+from flows.tracking.record import ServiceRecord, TrackingRecord, mark_dead, read_record, write_record
 from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
 from fp8core.store.layout import LEDGER
@@ -77,21 +77,20 @@ def test_an_outage_loses_nothing_and_holds_nobody_up(expected, copy_of_trained, 
     """The server is killed in mid-training, stays away beyond the end and into the next start, and comes back."""
     copy = copy_of_trained(server.uri)
     with copy.session() as (session, out):
-        wait_for(lambda: read_record(copy.folder).published >= 1)
+        wait_for(lambda: read_record(copy.folder).mlflow.published >= 1)
         server.kill()
         monkeypatch.setattr("flows.tracking.session.OUTAGE_PATIENCE_SECONDS", 0.3)
-        session.mlflow.add_result()
-        session.publisher.wake()
+        session.add_result()
         wait_for(lambda: AWAY in out.getvalue())
         began = time.perf_counter()
         for _ in range(100):
-            session.publisher.wake()
+            session.wake()
     assert time.perf_counter() - began < 3
     assert out.getvalue().count(f"{AWAY} (tracking.uri {server.uri}: ") == 1
     follows = f"will follow: fp8-grpo resume {copy.folder} --set tracking.uri={server.uri}\n"
     assert out.getvalue().endswith(follows)
     record = read_record(copy.folder)
-    assert (record.status, record.told) == ("FINISHED", False)
+    assert (record.status, record.mlflow.told) == ("FINISHED", False)
     # Continued while the server is still away: what it does not know waits on.
     assert copy.publish().endswith(follows)
 
@@ -101,7 +100,7 @@ def test_an_outage_loses_nothing_and_holds_nobody_up(expected, copy_of_trained, 
     with copy.session() as (session, out):
         wait_for(lambda: AWAY in out.getvalue())
         server.start()
-        session.mlflow.add_result()
+        session.add_result()
     assert BACK in out.getvalue()
     assert "will follow" not in out.getvalue()
     assert shown(copy.config, server.root) == expected
@@ -135,8 +134,8 @@ def test_dead_trainings_are_marked_and_no_other(open_tracker, tmp_path) -> None:
         os.utime(folder / LEDGER, (1_700_000_000, 1_700_000_000))
         uri = "http://127.0.0.1:9" if name == "elsewhere" else tracker.uri
         ended = {"status": "FINISHED", "ended_ms": 123_000} if name == "ended" else {}
-        known = {"uri": uri, "experiment_id": tracker.experiment_id, "run_id": tracker.run_id}
-        write_record(folder, TrackingRecord(**known, **ended))
+        known = ServiceRecord(uri=uri, experiment_id=tracker.experiment_id, run_id=tracker.run_id)
+        write_record(folder, TrackingRecord(services={"mlflow": known}, **ended))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tracking.json").write_text("{")
     lock = RunLock.acquire(tmp_path / "alive" / "lock")
@@ -148,4 +147,4 @@ def test_dead_trainings_are_marked_and_no_other(open_tracker, tmp_path) -> None:
         **{"killed": "KILLED", "ended": "FINISHED", "alive": "RUNNING", "elsewhere": "RUNNING"}
     }
     assert (infos["killed"].end_time, infos["ended"].end_time) == (1_700_000_000_000, 123_000)
-    assert read_record(tmp_path / "killed").told
+    assert read_record(tmp_path / "killed").mlflow.told

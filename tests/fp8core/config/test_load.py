@@ -233,6 +233,7 @@ def test_an_optional_port_is_left_open_where_the_configuration_says_so() -> None
         ("architecture.num_heads=3", "architecture: num_heads=3 is not a multiple of num_kv_heads=2"),
         ("tracking.uri=mlruns", "tracking.uri: expected http(s)://HOST, sqlite:///FILE, "),
         ("tracking.uri=http://me:secret@host", "has a password, which `ps` shows and Prefect stores: set MLFLOW"),
+        ("tracking=[mlflow, wandbb]", "tracking.services.1: wandbb is none of mlflow, wandb, tensorboard, "),
         ("base=tiny", "base: it belongs in a configuration file, whose lowest layer it names (--set)"),
         ("pipeline.max_staleness=2", "pipeline: max_staleness=2 needs mode=asynchronous, not synchronous (--set)"),
         ("pipeline.steps.rollot.with.x=1", "pipeline.steps.rollot: there is no step rollot; did you mean rollout?"),
