@@ -60,10 +60,12 @@ def record(run: StepContext, index: int, options: NoOptions, **artifacts: Ref) -
     versions = ["versions"] if "behaviour" in artifacts and run.config.pipeline.max_staleness else []
     columns = [*COMPLETION_KEY, "tokens", "logprobs", "written", "finish", *versions]
     completions = store.get_table(artifacts["rollouts"], columns)
-    rewarded, scored = store.get_table(artifacts["rewards"]), store.get_table(artifacts["logprobs"])
+    rewarded = store.get_table(artifacts["rewards"])
+    scored = store.get_table(artifacts["logprobs"])
     learning = store.get_table(artifacts["learnt"]) if "learnt" in artifacts else rewarded
     policy_mask = padded(completions["written"], torch.bool, False)
-    compared, against = compared_rows(run.config, index, policy_mask), scored
+    compared = compared_rows(run.config, index, policy_mask)
+    against = scored
     if "behaviour" in artifacts:
         compared, against = behind(scored, store.get_table(artifacts["behaviour"]))
     played = store.get_table(artifacts["turns"]) if "turns" in artifacts else None

@@ -42,7 +42,8 @@ def rollout(
 
     Policy and scales order the steps and enter the key: the last sync gave both to the engine. Raises UserError: every
     episode ended before the policy's first turn, or by a failure of the environment."""
-    store, config = run.store, run.config
+    store = run.store
+    config = run.config
     given = {} if prompts is None else {index: store.get_table(prompts)}
     source = StreamPrompts(run, given)
     if stream is None:
@@ -56,7 +57,8 @@ def rollout(
         questions = [source.row(index, group) for group in sorted({row.group for row in due})]
         run.verifier.begin(answers(questions, stored_endings(*row_tables(due, config, run.tokenizer))))
 
-    writer, judged = StreamWriter(run, index, source, opened.rows, verify), opened.whole()
+    writer = StreamWriter(run, index, source, opened.rows, verify)
+    judged = opened.whole()
     rows = opened.complete(index, chunk_together(config), writer, source.enter)
     writer.attach_turns([*rows, *opened.rows])
     run.sleep_engine()
@@ -86,7 +88,8 @@ def behaviour_table(run: RunContext, index: int, rollouts: pa.Table, rows: Seque
     scored = behaviour_logprobs(run, token_batch(taken), versions)
     if run.config.logprobs.source == "rollout":
         for row, ours in zip(taken.to_pylist(), scored[0], strict=True):
-            theirs, policy_mask = torch.tensor(row["logprobs"]), torch.tensor(row["written"])
+            theirs = torch.tensor(row["logprobs"])
+            policy_mask = torch.tensor(row["written"])
             if differing := first_differing(theirs, ours[: len(theirs)], policy_mask):
                 raise LogprobError(f"group {row['group']}, sample {row['sample']}, {differing}; no update was begun")
     lengths = (versions >= 0).sum(dim=1).numpy()

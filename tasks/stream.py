@@ -21,8 +21,11 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     """Write beside the update, under the policy that it starts from.
 
     `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it."""
-    store, opened, source = run.store, opened_stream(run, left, index), StreamPrompts(run)
-    written, judged = StreamWriter(run, index, source, opened.rows), opened.whole()
+    store = run.store
+    opened = opened_stream(run, left, index)
+    source = StreamPrompts(run)
+    written = StreamWriter(run, index, source, opened.rows)
+    judged = opened.whole()
     schedule = chunks_ahead(run, index, lambda: written.has_more(opened.rows))
     chunks = run_ahead(opened, index - 1, schedule, written, source.enter)
     written.attach_turns(opened.rows)
@@ -51,7 +54,8 @@ def chunks_ahead(run: RunContext, index: int, has_more: Callable[[], bool]) -> I
 
 
 def _until_updated(run: RunContext, index: int, has_more: Callable[[], bool]) -> Iterator[int]:
-    updated, chunks = run.graph.carries["policy"], until_halted(run)
+    updated = run.graph.carries["policy"]
+    chunks = until_halted(run)
     yield run.config.pipeline.chunk_tokens
     while updated not in run.directory.ledger.artifacts(index) or has_more():
         yield next(chunks)

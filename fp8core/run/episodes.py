@@ -111,7 +111,8 @@ class RecordedPool:
         self._answer(episode)
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
-        replies, self._replies = self._replies, []
+        replies = self._replies
+        self._replies = []
         return replies
 
     def rest(self, episode: Key) -> None:

@@ -140,7 +140,8 @@ def tables_of(
 
 def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None:
     """Prompt, text and reward of the first completion of a step."""
-    store, found = run.store, {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
+    store = run.store
+    found = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
     if not {"prompts", "rollouts", "rewards"} <= found.keys():
         return None
     # Tables of completions are in one order, and the first prompt is answered first.
@@ -260,7 +261,8 @@ def stored_endings(rollouts: pa.Table, turns: pa.Table | None) -> list[Ending]:
 
     def ending(row: Mapping[str, Any]) -> Ending:
         said = played[key_of(row)]
-        total, last = sum(turn["reward"] for turn in said), said[-1]
+        total = sum(turn["reward"] for turn in said)
+        last = said[-1]
         return Ending(row["group"], last["outcome"], total, last["detail"], last["text"], row["finish"])
 
     return [ending(row) for row in rows]
@@ -275,10 +277,12 @@ class ScoredEpisode(NamedTuple):
 
 
 def answers(asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[Answer]:
-    found, rows = list[Answer](), {row["group"]: row for row in asked}
+    found = list[Answer]()
+    rows = {row["group"]: row for row in asked}
     for one in endings:
         if one.outcome == JUDGE:
-            row, finish = rows[one.group], "stop" if one.finish == "stop_string" else one.finish
+            row = rows[one.group]
+            finish = "stop" if one.finish == "stop_string" else one.finish
             found.append(Answer(row["text"], one.text, row["reference"], finish, row.get("columns", "")))
     return found
 
@@ -326,7 +330,8 @@ def check_failed(config: RunConfig, turns: pa.Table | None) -> None:
 def failures(config: RunConfig, verdicts: Sequence[Verdict]) -> str | None:
     """A line on answers that a verifier could not check. Raises UserError: none could be checked."""
     failed = [verdict for verdict in verdicts if verdict.outcome in UNCHECKED_OUTCOMES]
-    lines, total = list[str](), len(verdicts)
+    lines = list[str]()
+    total = len(verdicts)
     if failed:
         ends = Counter(verdict.outcome for verdict in failed)
         how = ", ".join(f"{ends[outcome]} {word}" for outcome, word in UNCHECKED_OUTCOMES.items() if ends[outcome])

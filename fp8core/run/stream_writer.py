@@ -29,7 +29,8 @@ _FIRST_NUMBER = 1 << 30
 
 class StreamPrompts:
     def __init__(self, run: StepContext, batches: Mapping[int, pa.Table] = MappingProxyType({})) -> None:
-        self._run, self._batches = run, {**batches}
+        self._run = run
+        self._batches = {**batches}
 
     def _batch(self, batch: int) -> pa.Table:
         if batch not in self._batches:
@@ -44,7 +45,8 @@ class StreamPrompts:
         return found
 
     def enter(self, batch: int, group: int) -> list[Row]:
-        row, config = self.row(batch, group), self._run.config
+        row = self.row(batch, group)
+        config = self._run.config
         return [
             Row(batch, group, i, row["prompt_id"], sample_seed(config.seed, batch, group, i), row["tokens"])
             for i in range(config.rollout.group_size)
@@ -68,7 +70,10 @@ class StreamWriter:
         ended: Callable[[list[Row]], None] = lambda rows: None,
     ) -> None:
         """`ended` hears of each group of rows that have become durable."""
-        self._run, self._index, self._source, self._ended = run, index, source, ended
+        self._run = run
+        self._index = index
+        self._source = source
+        self._ended = ended
         self._player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
         self._sampling = replace(self._player.sampling(), report_experts=run.config.rollout.router_replay)
         self._shards = run.store.shards(index)
@@ -104,10 +109,13 @@ class StreamWriter:
 
     def _next_part(self, key: _Sample, group: PromptGroup, i: int) -> Completion:
         """Of a completion that is over, what is asked for now."""
-        row, before = self._rows[key], len(group.prefix_of(i))
+        row = self._rows[key]
+        before = len(group.prefix_of(i))
         end = self._parts[key].get(before, before + group.max_tokens_of(i, self._sampling.max_new_tokens))
         finish = cast(Finish, row.finish if end >= len(row.tokens) else "open")
-        tokens, logprobs, policy_mask = row.tokens[:end], row.logprobs[:end], row.written[:end]
+        tokens = row.tokens[:end]
+        logprobs = row.logprobs[:end]
+        policy_mask = row.written[:end]
         return Completion(group.group, row.sample, tokens, logprobs, finish, row.experts, policy_mask).rest(before)
 
     def _play(self, missing: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
@@ -123,7 +131,8 @@ class StreamWriter:
         }
         pool = pool_of(run, self._recorded)
         played = self._player.play(run.engine, groups, prompts, self._sampling, pool, begun)
-        done, total = 0, sum(len(group.samples) for group in missing)
+        done = 0
+        total = sum(len(group.samples) for group in missing)
         # Where the step is halted, the error holds this frame: open episodes would stay with the environment.
         with closing(played):
             for batch in played:
@@ -138,10 +147,13 @@ class StreamWriter:
         over = list[_Sample]()
         told = list[Completion]()
         for one in batch:
-            done, group = one.completion, by_number[one.completion.group]
-            key, i = (*places[group.group], done.sample), group.samples.index(done.sample)
+            done = one.completion
+            group = by_number[one.completion.group]
+            key = (*places[group.group], done.sample)
+            i = group.samples.index(done.sample)
             new = Row(*key, group.prompt_id, group.seeds[i], [*group.prompt])
-            row, before = self._rows.setdefault(key, new), len(group.prefix_of(i))
+            row = self._rows.setdefault(key, new)
+            before = len(group.prefix_of(i))
             self._parts[key][before] = len(done.tokens)
             told.append(replace(done, group=group.group).rest(before))
             if one.goes_on:
@@ -163,7 +175,8 @@ class StreamWriter:
 
     def attach_turns(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            key, told = _sample(row), len(row.tokens)
+            key = _sample(row)
+            told = len(row.tokens)
             if key not in self._rows or not told:
                 continue
             whole = self._rows[key]
@@ -171,7 +184,8 @@ class StreamWriter:
                 whole = row_of(self._open[key], whole, self._run.tokenizer)
             # Before a kill more of it may have been played than the stream has asked for since.
             turns = [turn for turn in whole.turns if turn["observation_end"] <= told]
-            row.prompt_tokens, row.written = whole.prompt_tokens, whole.written[:told]
+            row.prompt_tokens = whole.prompt_tokens
+            row.written = whole.written[:told]
             row.turns = whole.turns if row.finish else turns
 
     def has_more(self, rows: Sequence[Row]) -> bool:
@@ -185,7 +199,8 @@ class StreamWriter:
 
     def _recorded(self) -> pa.Table:
         assert self._run.replayed is not None, "only a replay has no environment"
-        store, artifacts = self._run.store, self._run.replayed.artifacts(self._index)
+        store = self._run.store
+        artifacts = self._run.replayed.artifacts(self._index)
         finished = store.get_table(artifacts[self._run.graph.artifact_of("turns")]).to_pylist()
         rows = [{**row, "group": self._number((self._index, row["group"]))} for row in finished]
         ahead = artifacts.get(self._run.graph.carries.get("stream", ""))
@@ -196,7 +211,8 @@ class StreamWriter:
 
 
 def opened_stream(run: StepContext, stream: Ref, left: int) -> Stream:
-    pipeline, prompts = run.config.pipeline, run.config.rollout.drawn_prompts
+    pipeline = run.config.pipeline
+    prompts = run.config.rollout.drawn_prompts
     # One step ahead, episodes are played to their end: those of the next step enter when all of this step are over.
     whole = run.config.environment is not None and pipeline.mode == "one_step_off"
     most = prompts if whole else pipeline.max_inflight_prompts
