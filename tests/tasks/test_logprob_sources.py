@@ -113,9 +113,10 @@ class LyingEngine:
         return getattr(self._engine, name)
 
     def generate(self, groups, sampling):
+        numbers = [group.group for group in groups]
         for finished in self._engine.generate(groups, sampling):
             for done in finished:
-                if (done.group, done.sample) == self._liar:
+                if (numbers.index(done.group), done.sample) == self._liar:
                     done.logprobs[1] = math.nextafter(done.logprobs[1], -math.inf) - 1e-6
             yield finished
 

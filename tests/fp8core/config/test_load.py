@@ -42,7 +42,7 @@ def step_names(config: RunConfig) -> list[str]:
     return [step.name for step in config.pipeline.steps]
 
 
-def needs(config: RunConfig, name: str) -> dict[str, str]:
+def needs(config: RunConfig, name: str) -> dict[str, str | None]:
     return next(step for step in config.pipeline.steps if step.name == name).inputs()
 
 
