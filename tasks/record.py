@@ -47,14 +47,14 @@ from tasks.step import step
         "next_stream": "stream",
         "schedule": "schedule",
         "turns": "turns",
-        "learnt": "rewards",
+        "update_rewards": "rewards",
     },
     outputs={"metrics": "metrics"},
 )
 def record(run: StepContext, index: int, options: NoOptions, **artifacts: Ref) -> dict[str, Ref]:
     """With `behaviour` both policies are compared over log-probs of the versions that wrote the tokens.
 
-    `learnt` has the rewards as the update read them."""
+    `update_rewards` has the rewards as the update read them."""
     store = run.store
     # Tokens are of one version where nothing may be stale, and the table has no column for it then.
     versions = ["versions"] if "behaviour" in artifacts and run.config.pipeline.max_staleness else []
@@ -62,7 +62,7 @@ def record(run: StepContext, index: int, options: NoOptions, **artifacts: Ref) -
     completions = store.get_table(artifacts["rollouts"], columns)
     rewarded = store.get_table(artifacts["rewards"])
     scored = store.get_table(artifacts["logprobs"])
-    learning = store.get_table(artifacts["learnt"]) if "learnt" in artifacts else rewarded
+    learning = store.get_table(artifacts["update_rewards"]) if "update_rewards" in artifacts else rewarded
     policy_mask = padded(completions["written"], torch.bool, False)
     compared = compared_rows(run.config, index, policy_mask)
     against = scored

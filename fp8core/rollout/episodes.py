@@ -30,7 +30,7 @@ _Repeated = deque[tuple[Turn, Action | None]]
 """What an environment is to say again, and what it is asked then; the last one may be yet to be answered (None)."""
 
 
-class Begun(NamedTuple):
+class EpisodePrefix(NamedTuple):
     """Tokens of an episode that goes on, replies, and the ends of the answered turns of the policy."""
 
     tokens: Sequence[int]
@@ -82,7 +82,7 @@ class Episode:
             completion is one token that it did not write.
         reward: of all turns together, beside what a verifier gives.
         began: the environment's first answer; None without an environment.
-        state: of one that goes on, for `MultiTurn.begun`.
+        state: of one that goes on, for `MultiTurn.prefixes`.
     """
 
     completion: Completion
@@ -127,8 +127,8 @@ class EpisodeState:
         self._conversation: Conversation | None = None
         # The tokens of a turn of the policy that goes on.
         self._turn = list[int]()
-        # Of the present call: its room, and whether the policy wrote any token.
-        self._room: int | None = None
+        # Of the present call: its limit of tokens, and whether the policy wrote any token.
+        self._max_tokens: int | None = None
         self._wrote = False
 
     @property
@@ -136,29 +136,29 @@ class EpisodeState:
         return self.request.group, self.request.samples[0]
 
     @property
-    def room(self) -> int | None:
+    def max_tokens(self) -> int | None:
         """None: what its row has left."""
         of_turn = self._budget.turn_tokens
-        left = [self._room, None if of_turn is None else of_turn - len(self._turn)]
+        left = [self._max_tokens, None if of_turn is None else of_turn - len(self._turn)]
         return min((each for each in left if each is not None), default=None)
 
     @property
     def answered(self) -> list[Action]:
         return self.actions[: len(self.heard) - 1]
 
-    def begin_call(self, room: int | None) -> None:
-        self._room = room
+    def begin_call(self, max_tokens: int | None) -> None:
+        self._max_tokens = max_tokens
         self._wrote = False
 
-    def restore(self, begun: Begun) -> None:
-        for reply, end in zip(begun.replies, [*begun.ends, None], strict=True):
+    def restore(self, prefix: EpisodePrefix) -> None:
+        for reply, end in zip(prefix.replies, [*prefix.ends, None], strict=True):
             heard = self.on_reply(reply, 0.0)
             assert heard is None, "it was not over"
             turn = slice(len(self.tokens), end)
-            self._write(begun.tokens[turn], begun.logprobs[turn])
+            self._write(prefix.tokens[turn], prefix.logprobs[turn])
             if end is not None:
                 self._end_turn("stop" if self.tokens[-1] in self._talk.tokenizer.eos_ids else "length")
-        assert self.tokens == [*begun.tokens], "an observation has other tokens now"
+        assert self.tokens == [*prefix.tokens], "an observation has other tokens now"
 
     def on_completion(self, completion: Completion) -> Action | Episode:
         self._write(completion.tokens, completion.logprobs)
@@ -191,7 +191,7 @@ class EpisodeState:
         if ended is not None:
             finish, detail = ended
             return self._leave(finish, outcome, detail)
-        return self._leave("open") if self._room is not None and self._wrote else None
+        return self._leave("open") if self._max_tokens is not None and self._wrote else None
 
     def _begin(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
         self._began = reply
@@ -214,9 +214,9 @@ class EpisodeState:
 
     def _observe(self, turn: Turn, conversation: Conversation) -> tuple[Finish, str] | None:
         budget = self._budget
-        room = self._row_tokens - len(self.tokens)
+        remaining = self._row_tokens - len(self.tokens)
         stopped = self.actions[-1].finish == "stop"
-        if not (room or stopped):
+        if not (remaining or stopped):
             return "length", f"the episode has its {self._row_tokens} tokens"
         if len(self.actions) == budget.turns:
             return "turns", f"the environment goes on after {budget.turns} turns"
@@ -227,8 +227,8 @@ class EpisodeState:
             return "observation", str(error)
         if budget.observation_tokens is not None and len(tokens) > budget.observation_tokens:
             return "observation", f"an observation has {len(tokens)} tokens, {budget.observation_tokens} are allowed"
-        if len(tokens) >= room:
-            return "length", f"an observation of {len(tokens)} tokens leaves no room, {room} are left"
+        if len(tokens) >= remaining:
+            return "length", f"an observation of {len(tokens)} tokens leaves no room, {remaining} are left"
         self._extend(tokens, [0.0] * len(tokens), False)
         return None
 
@@ -283,40 +283,40 @@ class MultiTurn:
     """Environments, the form of conversations with them, their tasks, and budgets.
 
     Attributes:
-        begun: episodes that go on, as a call has left or as a run has stored them. An environment that is closed is
+        prefixes: episodes that go on, as a call has left or as a run has stored them. An environment that is closed is
             asked the same again; one that answers otherwise has crashed.
-        room: tokens that an episode writes, at most to the end of one turn and its answer; None: to its end.
+        max_tokens: tokens that an episode writes, at most to the end of one turn and its answer; None: to its end.
     """
 
     pool: Pool
     talk: Talk
     tasks: Mapping[Key, Task]
     budget: TurnBudget
-    begun: Mapping[Key, Begun | Episode] = field(default_factory=dict)
-    room: int | None = None
+    prefixes: Mapping[Key, EpisodePrefix | Episode] = field(default_factory=dict)
+    max_tokens: int | None = None
 
 
 def one_turn_episodes(
     engine: RolloutEngine,
     groups: Sequence[PromptGroup],
     sampling: Sampling,
-    begun: Mapping[Key, Begun | Episode] = MappingProxyType({}),
+    prefixes: Mapping[Key, EpisodePrefix | Episode] = MappingProxyType({}),
 ) -> Iterator[list[Episode]]:
     """Episodes that the policy's turn ends, in the parts in which the engine gives them.
 
-    `begun`: tokens and log-probs of those that go on from `PromptGroup.prefix_tokens`."""
+    `prefixes`: tokens and log-probs of those that go on from `PromptGroup.prefix_tokens`."""
     asked = {group.group: group for group in groups}
     left = sum(len(group.samples) for group in groups)
     for part in engine.generate(groups, sampling) if groups else ():
         left -= len(part)
-        yield [_one_turn(done, asked[done.group], begun.get((done.group, done.sample))) for done in part]
+        yield [_one_turn(done, asked[done.group], prefixes.get((done.group, done.sample))) for done in part]
     assert left == 0, "the engine ended without all completions"
 
 
-def _one_turn(done: Completion, group: PromptGroup, begun: Begun | Episode | None) -> Episode:
-    if begun is not None:
+def _one_turn(done: Completion, group: PromptGroup, prefix: EpisodePrefix | Episode | None) -> Episode:
+    if prefix is not None:
         before = len(group.prefix_of(group.samples.index(done.sample)))
-        known = begun.completion if isinstance(begun, Episode) else begun
+        known = prefix.completion if isinstance(prefix, Episode) else prefix
         tokens = [*known.tokens[:before], *done.tokens]
         done = replace(done, tokens=tokens, logprobs=[*known.logprobs[:before], *done.logprobs])
     return Episode(done, group.prompt, (), "judge", 0.0, "")
@@ -328,7 +328,7 @@ def run_episodes(
     """Play all episodes at once; each yield holds those that have finished since, in order of group and sample.
 
     One is empty after each second in which no environment answered: the caller may end it all then. With
-    `MultiTurn.room` an episode has finished when it is over or has written so much.
+    `MultiTurn.max_tokens` an episode has finished when it is over or has written so much.
 
     Raises UserError: the chat template rewrites what was before (`environments.chat`), or the engine refuses a request.
     """
@@ -411,16 +411,16 @@ def _all_opened(groups: Sequence[PromptGroup], row_tokens: int, multi_turn: Mult
     for group in groups:
         for sample, seed in zip(group.samples, group.seeds, strict=True):
             key = group.group, sample
-            begun = multi_turn.begun.get(key)
-            if isinstance(begun, Episode):
-                assert begun.state is not None, "it is over"
-                episode = begun.state
+            prefix = multi_turn.prefixes.get(key)
+            if isinstance(prefix, Episode):
+                assert prefix.state is not None, "it is over"
+                episode = prefix.state
             else:
                 request = replace(group, samples=(sample,), seeds=(seed,))
                 episode = EpisodeState(request, multi_turn.tasks[key], multi_turn.talk, multi_turn.budget, row_tokens)
-                if begun is not None:
-                    episode.restore(begun)
-            episode.begin_call(multi_turn.room)
+                if prefix is not None:
+                    episode.restore(prefix)
+            episode.begin_call(multi_turn.max_tokens)
             yield episode
 
 
@@ -435,7 +435,7 @@ def _requests(asked: Sequence[EpisodeState]) -> list[PromptGroup]:
         replace(
             episode.request,
             prefix_tokens=(tuple(episode.tokens),) if episode.tokens else (),
-            max_tokens=() if episode.room is None else (episode.room,),
+            max_tokens=() if episode.max_tokens is None else (episode.max_tokens,),
         )
         for episode in asked
     ]

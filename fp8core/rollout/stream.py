@@ -133,12 +133,9 @@ class Stream:
         for number, place in enumerate(places):
             rows = [row for row in self._groups[place] if not row.finish]
             open_ |= {(number, row.sample): row for row in rows}
-            begun = tuple(tuple(row.tokens) for row in rows) if any(row.tokens for row in rows) else ()
-            groups.append(
-                replace(
-                    group_of(number, rows), prefix_tokens=begun, max_tokens=() if room is None else (room,) * len(rows)
-                )
-            )
+            prefix_tokens = tuple(tuple(row.tokens) for row in rows) if any(row.tokens for row in rows) else ()
+            max_tokens = () if room is None else (room,) * len(rows)
+            groups.append(replace(group_of(number, rows), prefix_tokens=prefix_tokens, max_tokens=max_tokens))
         completions = [done for finished in generate(groups, places) for done in finished]
         longest = max((len(done.tokens) for done in completions if done.group < len(due)), default=0)
         for done in completions:

@@ -25,7 +25,7 @@ from fp8core.run.policy import check_formats, check_report
 from fp8core.run.precision_gap import texts_of
 from fp8core.run.rollouts import (
     all_of,
-    check_failed,
+    check_outcomes,
     failures,
     groups_of,
     problem_table,
@@ -82,7 +82,7 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
         answer_logprob = _answer_logprob(engine, config, texts, positions)
         described = engine.describe()
     rollouts, turns = tables_of(episodes, groups, config, base.tokenizer)
-    check_failed(config, turns)
+    check_outcomes(config, turns)
     verdicts = [found.verdict for found in score(verifier, asked, stored_endings(rollouts, turns))]
     measurement = _measured(questions, [one.completion for one in episodes], verdicts)
     return PrecisionAnswers(measurement, described, failures(config, verdicts), answer_logprob)

@@ -20,7 +20,15 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine
-from fp8core.rollout.episodes import Begun, Episode, MultiTurn, Pool, TurnBudget, one_turn_episodes, run_episodes
+from fp8core.rollout.episodes import (
+    Episode,
+    EpisodePrefix,
+    MultiTurn,
+    Pool,
+    TurnBudget,
+    one_turn_episodes,
+    run_episodes,
+)
 from fp8core.rollout.registry import longest_row
 from fp8core.run.context import StepContext
 from fp8core.store.tables import key_of, text_digest
@@ -137,10 +145,12 @@ def _reply(row: Mapping[str, Any]) -> Turn | Outcome:
     return replace(told, reward=row["reward"], failed=row["failed"], info=info)
 
 
-def begun_of(tokens: Sequence[int], logprobs: Sequence[float], turns: Sequence[Mapping[str, Any]]) -> Begun:
+def prefix_of_turns(
+    tokens: Sequence[int], logprobs: Sequence[float], turns: Sequence[Mapping[str, Any]]
+) -> EpisodePrefix:
     replies = [_reply(dict(row)) for row in turns]
     assert all(isinstance(reply, Turn) for reply in replies), "an outcome ends an episode"
-    return Begun(tokens, logprobs, cast(list[Turn], replies), [row["end"] for row in turns[1:]])
+    return EpisodePrefix(tokens, logprobs, cast(list[Turn], replies), [row["end"] for row in turns[1:]])
 
 
 @dataclass(frozen=True)
@@ -170,18 +180,18 @@ class EpisodePlayer:
         asked: Sequence[Mapping[str, Any]],
         sampling: Sampling,
         pool: Pool | None = None,
-        begun: Mapping[Key, Begun | Episode] = MappingProxyType({}),
+        prefixes: Mapping[Key, EpisodePrefix | Episode] = MappingProxyType({}),
     ) -> Generator[list[Episode], None, None]:
-        """Whole episodes, as they are over or reach the room of their groups.
+        """Whole episodes, as they are over or reach the limit of their groups.
 
         Args:
             asked: rows of kind `prompts`, of these groups or more.
             pool: None without an environment: the policy's turn ends each episode.
-            begun: of `MultiTurn`, of groups that have begun.
+            prefixes: of `MultiTurn`, of groups that have tokens.
         """
         if pool is None:
             strings = self.config.rollout.stop_strings
-            for episodes in one_turn_episodes(engine, groups, sampling, begun):
+            for episodes in one_turn_episodes(engine, groups, sampling, prefixes):
                 yield [replace(one, completion=cut_at(one.completion, self.tokenizer, strings)) for one in episodes]
             return
         limits = self.config.environment
@@ -198,9 +208,9 @@ class EpisodePlayer:
             for sample, seed in zip(group.samples, group.seeds, strict=True)
         }
         budget = TurnBudget(limits.max_turns, limits.turn_tokens, limits.observation_tokens, self.longest)
-        room = groups[0].max_tokens[0] if groups and groups[0].max_tokens else None
-        multi_turn = MultiTurn(pool, Talk.of(self.config, self.tokenizer), tasks, budget, begun, room)
-        # An episode has its own tokens, and its room is that of all turns together.
+        max_tokens = groups[0].max_tokens[0] if groups and groups[0].max_tokens else None
+        multi_turn = MultiTurn(pool, Talk.of(self.config, self.tokenizer), tasks, budget, prefixes, max_tokens)
+        # An episode has its own tokens, and its limit is that of all turns together.
         yield from run_episodes(
             engine, [replace(group, prefix_tokens=(), max_tokens=()) for group in groups], sampling, multi_turn
         )

@@ -153,9 +153,9 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
 
 
 def check_episodes(run: StepContext, index: int, rows: Sequence[Row]) -> None:
-    """As `check_failed`; where it raises, a run that goes on plays the episodes again."""
+    """As `check_outcomes`; where it raises, a run that goes on plays the episodes again."""
     try:
-        check_failed(run.config, turn_table(rows, run.config))
+        check_outcomes(run.config, turn_table(rows, run.config))
     except UserError:
         run.store.shards(index).clear()
         raise
@@ -208,7 +208,7 @@ def heldout_accuracy(
     played = player.play(engine, groups, asked, player.evaluation_sampling(0.0), pool)
     episodes = all_of(while_going(run, played), len(groups))
     rollouts, turns = tables_of(episodes, groups, run.config, run.tokenizer)
-    check_failed(run.config, turns)
+    check_outcomes(run.config, turns)
     verdicts = [found.verdict for found in score(run.verifier.main, asked, stored_endings(rollouts, turns))]
     tell_failures(run, "held-out prompts", verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
@@ -309,7 +309,7 @@ def tell_failures(run: StepContext, what: str, verdicts: Sequence[Verdict]) -> N
         run.console.note(f"{what}: {text}")
 
 
-def check_failed(config: RunConfig, turns: pa.Table | None) -> None:
+def check_outcomes(config: RunConfig, turns: pa.Table | None) -> None:
     """Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment."""
     if turns is None:
         return

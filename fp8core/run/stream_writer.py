@@ -16,7 +16,7 @@ from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
 from fp8core.rollout.episodes import Episode
 from fp8core.rollout.stream import GroupPlace, Row, Stream, StreamLimits
 from fp8core.run.context import StepContext
-from fp8core.run.episodes import EpisodePlayer, begun_of, pool_of, seconds_of
+from fp8core.run.episodes import EpisodePlayer, pool_of, prefix_of_turns, seconds_of
 from fp8core.run.rollouts import prompt_table, row_of
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import EXPERTS, PLAYED_EPISODES, STREAM, STREAM_OF_EPISODES, TURNS
@@ -123,14 +123,14 @@ class StreamWriter:
         by_number = {self._number(places[group.group]): group for group in missing}
         groups = [replace(group, group=number) for number, group in by_number.items()]
         prompts = [{**self._source.row(*places[group.group]), "group": number} for number, group in by_number.items()]
-        begun = {
-            (number, sample): self._open.get(key) or begun_of(row.tokens, row.logprobs, row.turns)
+        prefixes = {
+            (number, sample): self._open.get(key) or prefix_of_turns(row.tokens, row.logprobs, row.turns)
             for number, group in by_number.items()
             for sample in group.samples
             if (row := self._rows.get(key := (*places[group.group], sample))) is not None
         }
         pool = pool_of(run, self._recorded)
-        played = self._player.play(run.engine, groups, prompts, self._sampling, pool, begun)
+        played = self._player.play(run.engine, groups, prompts, self._sampling, pool, prefixes)
         done = 0
         total = sum(len(group.samples) for group in missing)
         # Where the step is halted, the error holds this frame: open episodes would stay with the environment.

@@ -41,4 +41,4 @@ def test_the_run_is_replayed_and_goes_on_equal(filtered, tmp_path):
 def test_a_record_reads_other_rewards_only_where_the_update_does(shipped, learnt, source):
     config = load_config(shipped, {"pipeline.mode": "asynchronous", "logprobs.source": source})
     (step,) = (step for step in config.pipeline.steps if step.name == "record")
-    assert (step.inputs()["rewards"], step.inputs().get("learnt")) == ("rewards", learnt)
+    assert (step.inputs()["rewards"], step.inputs().get("update_rewards")) == ("rewards", learnt)

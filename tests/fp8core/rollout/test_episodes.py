@@ -15,7 +15,7 @@ from fp8core.models.tokenizer import character_tokenizer
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
 from fp8core.rollout.episodes import MultiTurn, TurnBudget, one_turn_episodes, run_episodes
-from fp8core.run.episodes import begun_of, turn_rows
+from fp8core.run.episodes import prefix_of_turns, turn_rows
 
 # By the rule whose draws end no turn too early.
 FP8 = PrecisionContract(scale_rule="pow2")
@@ -100,12 +100,12 @@ def test_twelve_turns_are_exact(shape, pair_of, contract):
     assert torch.equal(ratios, torch.zeros(written)), f"{int((ratios != 0).sum())} of {written} tokens differ"
 
 
-def play_in_parts(engine, pool, tasks, room):
+def play_in_parts(engine, pool, tasks, max_tokens):
     """As `play`, each episode so many tokens of one turn at a time, as a run stores it between the parts."""
-    begun, over, known, parts = {}, {}, {}, 0
+    prefixes, over, known, parts = {}, {}, {}, 0
     while len(over) < len(tasks):
         left = {key: task for key, task in tasks.items() if key not in over}
-        asked = MultiTurn(pool, TALK, left, BUDGET, begun, room)
+        asked = MultiTurn(pool, TALK, left, BUDGET, prefixes, max_tokens)
         found = [one for whole in run_episodes(engine, build_groups(left), SAMPLING, asked) for one in whole]
         parts += 1
         for one in found:
@@ -116,17 +116,17 @@ def play_in_parts(engine, pool, tasks, room):
             before = known.get(key, 0)
             known[key] = len(done.tokens)
             assert before < len(done.tokens)
-            assert sum((done.policy_mask or [True] * len(done.tokens))[before:]) <= room
+            assert sum((done.policy_mask or [True] * len(done.tokens))[before:]) <= max_tokens
             # Every third was stored, and is read again.
             stored = (sum(key) + parts) % 3 == 0
-            begun[key] = begun_of(done.tokens, done.logprobs, turn_rows(one, TOKENIZER)) if stored else one
+            prefixes[key] = prefix_of_turns(done.tokens, done.logprobs, turn_rows(one, TOKENIZER)) if stored else one
     return [over[key] for key in tasks], parts
 
 
-@pytest.mark.parametrize(("room", "order"), [(1, None), (2, 5), (100, 3)])
-def test_parts_change_nothing_and_an_environment_that_has_ended_is_asked_again(pair, in_turn, room, order):
+@pytest.mark.parametrize(("max_tokens", "order"), [(1, None), (2, 5), (100, 3)])
+def test_parts_change_nothing_and_an_environment_that_has_ended_is_asked_again(pair, in_turn, max_tokens, order):
     pool = ScriptedPool(talkative, order=order)
-    found, parts = play_in_parts(pair.engine, pool, build_tasks(3, 4), room)
+    found, parts = play_in_parts(pair.engine, pool, build_tasks(3, 4), max_tokens)
     assert found == in_turn
     assert parts >= TURNS
     assert sorted(set(pool.ended)) == sorted(build_tasks(3, 4))
@@ -284,15 +284,15 @@ def test_a_session_gives_what_generate_gives(shape, pair_of, ragged_prompts, gro
     """Also of requests that come late, have begun, and have little room."""
     pair = pair_of(FP8, shape, max_batch=max_batch)
     groups, sampling = groups_of(ragged_prompts(6, 40), 4), Sampling(temperature, 8, frozenset({1, 7, 11}))
-    begun = [
+    open_groups = [
         replace(group, prefix_tokens=tuple((3, 4, 5)[: 1 + i % 3] for i in group.samples), max_tokens=(1, 2, 3, 9))
         for group in groups[:3]
     ]
     expected = {}
-    for asked in (groups[3:], begun):
+    for asked in (groups[3:], open_groups):
         expected |= {(c.group, c.sample): c for c in pair.generate(asked, sampling)}
     assert isinstance(pair.engine, StreamingEngine)
-    session, found, late = pair.engine.open_session(sampling), {}, random.Random(0).sample(begun, 3)
+    session, found, late = pair.engine.open_session(sampling), {}, random.Random(0).sample(open_groups, 3)
     session.add(groups[3:])
     while session.busy or late:
         found |= {(c.group, c.sample): c for c in session.step()}
