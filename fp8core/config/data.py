@@ -58,6 +58,9 @@ class DataConfig(Section):
     )
     unreadable: Literal["refuse", "skip"] = Field("refuse", description="Rows that the verifier cannot read.")
     template: str = Field(_QUESTION, description="Prompt text, inside the chat template; {question} alone is replaced.")
+    system: str | None = Field(
+        None, min_length=1, description="System prompt of the chat template, where a row brings none of its own."
+    )
     chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
     template_arguments: dict[str, JsonValue] = Field(
         default_factory=dict, description="Variables of the chat template."
@@ -70,6 +73,8 @@ class DataConfig(Section):
             raise ValueError("messages_field and columns name fields of rows, which source=chain has not; set source")
         if self.messages_field is not None and not self.chat:
             raise ValueError(f"messages_field={self.messages_field} needs the chat template; set chat to true")
+        if self.system is not None and not self.chat:
+            raise ValueError("system needs the chat template; set chat to true")
         return self
 
     @field_validator("template")

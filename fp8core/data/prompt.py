@@ -149,15 +149,24 @@ def question_text(problem: Problem, config: RunConfig) -> str:
     return config.data.template.replace("{question}", problem.question)
 
 
+def prompt_messages(problem: Problem, config: RunConfig) -> list[Message]:
+    """The conversation that asks: `data.system` unless the row has a system prompt, earlier turns, the question."""
+    system = config.data.system
+    has_system = any(message.role == "system" for message in problem.before)
+    first = [] if system is None or has_system else [Message("system", system)]
+    return [*first, *problem.before, Message("user", question_text(problem, config))]
+
+
 def prompt_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tuple[str, bool]:
     """The text of a prompt, and whether a chat template made it. Raises UserError: there is no way to write it."""
-    plain = question_text(problem, config)
     if config.data.chat and tokenizer.has_template:
-        messages = [message._asdict() for message in (*problem.before, Message("user", plain))]
+        messages = [message._asdict() for message in prompt_messages(problem, config)]
         return tokenizer.render(messages, arguments=config.data.template_arguments), True
+    if config.data.system is not None:
+        raise UserError("data.system: the model has no chat template; write the text into data.template")
     if problem.before:
         raise UserError(f"{problem.place}: there are turns before the question, and the model has no chat template")
-    return plain, False
+    return question_text(problem, config), False
 
 
 def longest_prompt(config: RunConfig, max_positions: int) -> int:

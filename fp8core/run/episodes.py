@@ -12,7 +12,7 @@ from typing import Any, cast
 import pyarrow as pa
 
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, longest_prompt, question_text
+from fp8core.data.prompt import Problem, longest_prompt, prompt_messages
 from fp8core.environments.chat import Talk
 from fp8core.environments.protocol import Action, Outcome, Reply, Said, Task, Turn, opening_of, said_of
 from fp8core.errors import NotRecordedError, UserError
@@ -44,7 +44,7 @@ def task_of(row: Mapping[str, Any], seed: int) -> Task:
 
 
 def messages_of(problem: Problem, config: RunConfig) -> str:
-    return json.dumps([*problem.before, ("user", question_text(problem, config))])
+    return json.dumps(prompt_messages(problem, config))
 
 
 def completion_text(tokens: Sequence[int], finish: str, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> str:

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fp8core.config.load import load_config
 from fp8core.data.chain import ALPHABET, EOS
-from fp8core.data.prompt import check_prompt, encode_prompt, generator, is_heldout, problem
+from fp8core.data.prompt import Message, check_prompt, encode_prompt, generator, is_heldout, problem
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
+from fp8core.run.episodes import messages_of, task_of
 from fp8core.run.open import check_template_arguments
 
 
@@ -66,6 +67,28 @@ def test_the_template_goes_around_the_question_and_the_chat_around_both(bpe_toke
     plain = f"Q: {TOM.question}\nAnswer {TOM.question} with {{braces}}."
     assert text == f"<|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n"
     assert tokens == bpe_tokenizer.encode(text)
+
+
+def test_a_system_prompt_is_the_first_message_of_rows_without_their_own(bpe_tokenizer):
+    config = gsm8k(**{"data.system": "Be brief."})
+    text, _ = encode_prompt(TOM, config, bpe_tokenizer, 512)
+    asks = f"<|im_start|>user\n{TOM.question}<|im_end|>\n<|im_start|>assistant\n"
+    assert text == f"<|im_start|>system\nBe brief.<|im_end|>\n{asks}"
+    own = problem(TOM.question, "19", before=(Message("system", "Be exact."),))
+    assert encode_prompt(own, config, bpe_tokenizer, 512)[0] == f"<|im_start|>system\nBe exact.<|im_end|>\n{asks}"
+
+
+def test_an_environment_is_told_the_system_prompt():
+    row = {"messages": messages_of(TOM, gsm8k(**{"data.system": "Be brief."})), "reference": "19"}
+    (said,) = task_of(row, 0).before
+    assert (said.role, said.content) == ("system", "Be brief.")
+
+
+def test_a_system_prompt_needs_a_chat_template(with_bos):
+    with pytest.raises(UserError, match=r"^data\.system: the model has no chat template"):
+        encode_prompt(problem("one two", ""), gsm8k(**{"data.system": "one"}), with_bos(), 512)
+    with pytest.raises(UserError, match=r"system needs the chat template; set chat to true"):
+        gsm8k(**{"data.system": "one", "data.chat": False})
 
 
 def test_a_plain_prompt_begins_with_the_tokenizers_first_token(with_bos):
