@@ -23,7 +23,8 @@ class ServiceRecord(BaseModel):
 
     uri: str = Field(description="Store, server or folder, without its password.")
     experiment_id: str = Field("", description="MLflow's experiment or W&B's project.")
-    run_id: str = ""
+    # It becomes a part of globs and of printed commands, and may be a stranger's.
+    run_id: str = Field("", pattern=r"^[\w.-]*$")
     published: int = Field(-1, ge=-1, description="The last step that the service holds; -1: none.")
     models: int = Field(-1, ge=-1, description="The last step whose checkpoint the service holds; -1: none.")
     told: bool = Field(False, description="Whether the service shows the end.")

@@ -196,11 +196,14 @@ def _open_trackers(directory: RunDirectory, config: RunConfig, name: str, file: 
     described = directory.description()
     assert described is not None, "an open folder has its run.json"
     training = Training(config, name, described.id, directory.path.absolute(), described.tracking_uri)
-    trackers = dict[str, Tracker]()
+    trackers = {
+        service: find_tracker(service).open(training, file.record.services.get(service))
+        for service in config.tracking.services
+    }
+    # Not before: a service that refuses leaves the outcome that another has not heard of.
     file.change(status="RUNNING", error=None, ended_ms=None)
-    for service in config.tracking.services:
+    for service, tracker in trackers.items():
         known = file.record.services.get(service)
-        tracker = trackers[service] = find_tracker(service).open(training, known)
         if known is None or tracker.run_id != known.run_id:
             known = ServiceRecord(uri=tracker.uri, experiment_id=tracker.experiment_id, run_id=tracker.run_id)
         published = known.published if tracker.published is None else min(known.published, tracker.published)

@@ -339,7 +339,7 @@ def own_code(config: RunConfig) -> dict[str, str]:
         ("rollout.engine", config.rollout.engine, ENGINES),
         ("training.optimiser.name", config.training.optimiser.name, OPTIMISERS),
         *((("environment.name", config.environment.name, SHIPPED_ENVIRONMENTS),) if config.environment else ()),
-        *((f"tracking.services.{path}", path, TRACKERS) for path in config.tracking.services),
+        *((f"tracking.services.{at}", path, TRACKERS) for at, path in enumerate(config.tracking.services)),
         *((f"reward.others.{other.name}", other.verifier, SHIPPED_VERIFIERS) for other in config.reward.others),
     )
     if config.cluster.address is not None:

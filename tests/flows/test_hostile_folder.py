@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main
+from flows.tracking.record import read_record
+from fp8core.errors import StoredFileError
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = ["rich", "torch", "json", "pickle", "socket", "numpy", "pyarrow", "pydantic", "prefect", "mlflow", "uvicorn"]
@@ -100,7 +102,7 @@ def test_code_that_a_run_names_is_imported_by_no_command_without_trust(
 def test_a_tracker_that_a_run_names_is_opened_by_no_command_without_trust(run_copy, capsys):
     named_in(run_copy.folder, "tracking", "services", ["decoy:made"])
     assert main(["resume", str(run_copy.folder)]) == 2
-    assert "code that would run here: tracking.services.decoy:made=decoy:made; --trust" in capsys.readouterr().err
+    assert "code that would run here: tracking.services.0=decoy:made; --trust" in capsys.readouterr().err
 
 
 def test_a_cluster_that_a_run_names_is_used_by_no_command_without_trust(run_copy, capsys):
@@ -108,3 +110,11 @@ def test_a_cluster_that_a_run_names_is_used_by_no_command_without_trust(run_copy
     for command in (["replay", "--step", "1"], ["export", "exported", "--step", "4"], ["resume"], ["evaluate"]):
         assert main([command[0], str(run_copy.folder), *command[1:]]) == 2
         assert "names code that would run here: cluster.address=127.0.0.1:1; --trust" in capsys.readouterr().err
+
+
+def test_a_run_id_that_is_a_path_is_refused(run_copy):
+    """W&B's files of a run are found, and removed, by its id."""
+    record = {"services": {"wandb": {"uri": "https://api.wandb.ai", "run_id": "x/../../mine"}}}
+    (run_copy.folder / "tracking.json").write_text(json.dumps(record))
+    with pytest.raises(StoredFileError, match="String should match pattern"):
+        read_record(run_copy.folder)

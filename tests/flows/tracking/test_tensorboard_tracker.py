@@ -7,7 +7,7 @@ import pytest
 from published_copy import Copy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flows.tracking.record import read_record
+from flows.tracking.record import ServiceRecord, read_record
 from flows.tracking.registry import find_tracker
 from flows.tracking.tracker import Table, Training
 from fp8core.config.load import load_config
@@ -52,8 +52,6 @@ def test_a_step_that_was_logged_and_not_noted_counts_once(tmp_path: Path) -> Non
     tracker.start({"steps": 3, "model": None})
     for step in range(3):
         tracker.log_step(step, {"core/reward": step / 2}, 1_700_000_000_000 + step, {})
-    from flows.tracking.record import ServiceRecord
-
     known = ServiceRecord(uri=tracker.uri, run_id=tracker.run_id, published=1)
     again = entry.open(training, known)
     assert again.run_id == tracker.run_id
