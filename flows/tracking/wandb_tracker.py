@@ -54,16 +54,21 @@ class WandbTracker(Tracker):
             x_disable_stats=not training.config.tracking.system_metrics,
         )
         with _wandb_errors():
-            self._run = wandb.init(
-                project=self.experiment_id,
-                id=self.run_id,
-                name=training.name,
-                dir=training.folder,
-                resume=None if self._offline else "allow",
-                # Several trainings may run in this process.
-                reinit="create_new",
-                settings=settings,
-            )
+            try:
+                self._run = wandb.init(
+                    project=self.experiment_id,
+                    id=self.run_id,
+                    name=training.name,
+                    dir=training.folder,
+                    resume=None if self._offline else "allow",
+                    # Several trainings may run in this process.
+                    reinit="create_new",
+                    settings=settings,
+                )
+            except Exception:
+                # Else W&B's own process holds the id, and refuses it the next time.
+                _setup().ensure_service().inform_finish(self.run_id)
+                raise
             self._run.define_metric(STEP)
             self._run.define_metric("*", step_metric=STEP)
             self._logged = int(self._run.summary.get(STEP, -1))

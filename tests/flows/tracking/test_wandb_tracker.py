@@ -11,9 +11,9 @@ import wandb
 from offline_wandb import OfflineRun
 from published_copy import KILLED, Copy
 
-from flows.tracking.record import read_record
+from flows.tracking.record import ServiceRecord, read_record
 from flows.tracking.registry import find_tracker
-from flows.tracking.tracker import Table, Training
+from flows.tracking.tracker import Outage, Table, Training
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 
@@ -97,6 +97,25 @@ def test_texts_of_others_are_escaped(tmp_path: Path, offline: None) -> None:
     run = OfflineRun(tmp_path)
     assert run.config()["data"] == {"source": "\\x1b]0;mine"}
     assert run.tables()["completions"]["data"] == [["\\u202e"]]
+
+
+def test_a_server_that_is_away_refuses_a_new_run_and_is_asked_again_for_a_known_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wandb.teardown()  # It reads its variables once.
+    online = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": 40 * "a"}
+    for name, value in online.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("flows.tracking.wandb_tracker._INIT_SECONDS", 1.0)
+    training = Training(load_config("tiny"), "tiny", "id", tmp_path)
+    with pytest.raises(UserError, match=r"^W&B: .* POST http://127\.0\.0\.1:9"):
+        find_tracker("wandb").open(training, None)
+    tracker = find_tracker("wandb").open(training, ServiceRecord(uri=online["WANDB_BASE_URL"], run_id="known"))
+    for _ in range(2):
+        with pytest.raises(Outage, match=r"^W&B: .* POST http://127\.0\.0\.1:9"):
+            tracker.start({})
+    tracker.end("FINISHED", None, 5_000)
+    wandb.teardown()
 
 
 def test_without_a_key_a_run_does_not_begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
