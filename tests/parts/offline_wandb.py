@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from waiting import wait_for
 from wandb.proto import wandb_internal_pb2
 
 _MAGIC, _BLOCK, _HEADER = 7, 32768, 7
@@ -17,7 +18,12 @@ class OfflineRun:
 
     def __init__(self, folder: Path) -> None:
         self.folders = sorted((folder / "wandb").glob("offline-run-*"))
-        self.records = [record for each in self.folders for file in each.glob("*.wandb") for record in _records(file)]
+        # W&B's own process writes the last of them after a run's `finish`.
+        wait_for(lambda: len(self.exit_codes) == len(self.folders))
+
+    @property
+    def records(self) -> list[Any]:
+        return [record for each in self.folders for file in each.glob("*.wandb") for record in _records(file)]
 
     @property
     def ids(self) -> set[str]:
@@ -78,6 +84,8 @@ def _records(file: Path) -> Iterator[Any]:
             continue
         _, size, kind = struct.unpack_from("<IHB", content, at)
         at += _HEADER
+        if at + size > len(content):
+            return  # It is being written.
         parts += content[at : at + size]
         at += size
         if kind in (_FULL, _LAST):
