@@ -25,11 +25,11 @@ from fp8core.config.load import merged_overrides
 from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, printable
 from fp8core.progress import Part
+from fp8core.report.conclusion import conclude
 from fp8core.report.console import Console
 from fp8core.report.drawing import draw_png
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run, time_spent
-from fp8core.report.run_verdict import verdict
 from fp8core.report.summary import CURVES, REPORT, summarise
 from fp8core.report.training_charts import training_charts
 from fp8core.rollout.registry import engine_entry
@@ -128,7 +128,7 @@ def finish(session: Session, console: Console) -> dict[str, Any]:
     named = dict.fromkeys(entry.reason.partition(":")[0] for entry in crossed)
     title = f"{name}: {run.config.name}, seed {run.config.seed}"
     draw_png(training_charts(name, data.history, bounds), folder / CURVES, title)
-    found = verdict(data)
+    conclusion = conclude(data)
     summary = {
         "run": name,
         **{f"{service}_run_id": tracker.run_id for service, tracker in session.trackers.items()},
@@ -138,7 +138,7 @@ def finish(session: Session, console: Console) -> dict[str, Any]:
         "seconds": {**time_spent(data.view), "total": sum(data.view.process_seconds)},
         "bounds": f"{', '.join(named)}; at the end {bounds.summary}" if crossed else bounds.summary,
         "bounds_crossed": len(crossed) if crossed or bounds.judges else None,
-        "diagnosis": None if found.diagnosis is None else found.diagnosis.sentence,
+        "diagnosis": None if conclusion.diagnosis is None else conclusion.diagnosis.sentence,
         **summarise(data.history, session.overheads),
     }
     run.directory.write_text(SUMMARY, json.dumps(summary, indent=2) + "\n")
@@ -146,7 +146,7 @@ def finish(session: Session, console: Console) -> dict[str, Any]:
     places = {"report": str(folder / REPORT), "curves": str(folder / CURVES)}
     for tracker in session.trackers.values():
         places |= tracker.links()
-    console.section(f"{name}: done", found.paragraphs, {**places, "chain": summary["chain_head"]})
+    console.section(f"{name}: done", conclusion.paragraphs, {**places, "chain": summary["chain_head"]})
     return summary
 
 

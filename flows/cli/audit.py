@@ -48,7 +48,7 @@ def _add_replay(commands: Any) -> None:
     which.add_argument("--step", type=step, metavar="N", help="the step; 0 is the warm start and first evaluation")
     which.add_argument("--from", type=step, dest="first", metavar="N", help="this step and all after it")
     add_trust(parser)
-    add_output(parser, "--json", "write the verdicts as JSON")
+    add_output(parser, "--json", "write the results as JSON")
     parser.set_defaults(command=replay_steps)
 
 
@@ -128,24 +128,24 @@ def compare_runs(options: argparse.Namespace) -> int:
     return ExitCode.DONE if found.equal else ExitCode.FAILED
 
 
-def comparison_text(found: "Comparison") -> str:
-    lines = [f"configuration  {difference}" for difference in found.configuration]
-    lines += [f"circumstances  {difference} (from step {step})" for step, difference in found.circumstances]
-    if found.first_step is not None:
-        lines.append("first field    step {}: {}".format(*found.first_step))
-    if found.first_metric is not None:
-        lines.append("first metric   step {}: {}".format(*found.first_metric))
-    lines += [f"note           {difference}" for difference in found.notes]
-    if found.last[0] != found.last[1]:
-        lines.append("note           the last committed steps are {} and {}".format(*found.last))
-    steps = f"steps {found.common[0]} to {found.common[-1]}"
-    if found.equal:
-        verdict = f"equal: {steps}"
-    elif found.first_step is None:
-        verdict = f"different: not in what {steps} computed"
+def comparison_text(comparison: "Comparison") -> str:
+    lines = [f"configuration  {difference}" for difference in comparison.configuration]
+    lines += [f"circumstances  {difference} (from step {step})" for step, difference in comparison.circumstances]
+    if comparison.first_step is not None:
+        lines.append("first field    step {}: {}".format(*comparison.first_step))
+    if comparison.first_metric is not None:
+        lines.append("first metric   step {}: {}".format(*comparison.first_metric))
+    lines += [f"note           {difference}" for difference in comparison.notes]
+    if comparison.last[0] != comparison.last[1]:
+        lines.append("note           the last committed steps are {} and {}".format(*comparison.last))
+    steps = f"steps {comparison.common[0]} to {comparison.common[-1]}"
+    if comparison.equal:
+        conclusion = f"equal: {steps}"
+    elif comparison.first_step is None:
+        conclusion = f"different: not in what {steps} computed"
     else:
-        verdict = f"different: from step {found.first_step[0]} on"
-    return "\n".join([*lines, verdict])
+        conclusion = f"different: from step {comparison.first_step[0]} on"
+    return "\n".join([*lines, conclusion])
 
 
 def replay_steps(options: argparse.Namespace) -> int:
@@ -163,23 +163,23 @@ def replay_steps(options: argparse.Namespace) -> int:
         raise UserError(f"--from {first}: the last step is {last}")
     original.check_step(first)
     set_engine_variables(original.config(first))
-    verdicts = list["ReplayResult"]()
-    for verdict in replay(original, range(first, last + 1), Console(sys.stderr, last)):
-        say("\n".join(verdict_lines(verdict)))
-        verdicts.append(verdict)
-    equal = verdicts[-1].outcome != "different"
+    results = list["ReplayResult"]()
+    for result in replay(original, range(first, last + 1), Console(sys.stderr, last)):
+        say("\n".join(replay_lines(result)))
+        results.append(result)
+    equal = results[-1].outcome != "different"
     if options.json is not None:
-        content = {"equal": equal, "steps": [asdict(verdict) for verdict in verdicts]}
+        content = {"equal": equal, "steps": [asdict(result) for result in results]}
         options.json.write_json(content)
     return ExitCode.DONE if equal else ExitCode.FAILED
 
 
-def verdict_lines(verdict: "ReplayResult") -> list[str]:
+def replay_lines(result: "ReplayResult") -> list[str]:
     words = {"equal": "equal", "within": "equal within the bounds", "different": "different"}
-    cost = f"{verdict.level}; {verdict.artifacts} artifacts, {verdict.seconds:.1f} s"
-    lines = [f"step {verdict.step}: {words[verdict.outcome]} ({cost})", *verdict.causes]
-    labels = ("largest difference" if verdict.outcome == "within" else "first difference", "there")
-    lines += [f"{label}: {text}" for label, text in zip(labels, verdict.difference, strict=False)]
+    cost = f"{result.level}; {result.artifacts} artifacts, {result.seconds:.1f} s"
+    lines = [f"step {result.step}: {words[result.outcome]} ({cost})", *result.causes]
+    labels = ("largest difference" if result.outcome == "within" else "first difference", "there")
+    lines += [f"{label}: {text}" for label, text in zip(labels, result.difference, strict=False)]
     return [lines[0], *(f"  {line}" for line in lines[1:])]
 
 

@@ -87,7 +87,7 @@ def compile_config(options: argparse.Namespace) -> int:
 def plan_config(options: argparse.Namespace) -> int:
     from fp8core.config.load import load_config
     from fp8core.models.hub import model_shape
-    from fp8core.plan.run_plan import check_fit, plan_run, verdict
+    from fp8core.plan.run_plan import check_fit, fit_summary, plan_run
     from fp8core.report.text import plan_text
     from fp8core.run.build import check_shape
     from fp8core.run.refusals import graph_on
@@ -103,7 +103,7 @@ def plan_config(options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.write_json({"fits": not plan.refusals, **asdict(plan)})
     check_fit(plan)
-    say(verdict(plan))
+    say(fit_summary(plan))
     return ExitCode.DONE
 
 

@@ -232,10 +232,10 @@ def sample_table(run: RunContext, index: int) -> Table | None:
     rewards = store.get_table(by_kind["rewards"], ["reward", "outcome"]).to_pylist()
     asked = {row["group"]: (row["text"], row["reference"]) for row in prompts}
     rows = []
-    for completion, verdict in zip(rollouts, rewards, strict=True):
+    for completion, reward in zip(rollouts, rewards, strict=True):
         if completion["sample"] == 0:
             prompt, reference = asked[completion["group"]]
-            rows.append((index, prompt, completion["text"], reference, verdict["reward"], verdict["outcome"]))
+            rows.append((index, prompt, completion["text"], reference, reward["reward"], reward["outcome"]))
     return Table(SAMPLE_COLUMNS, rows[:_SAMPLED])
 
 

@@ -178,7 +178,7 @@ def check_fit(plan: RunPlan) -> None:
         raise UserError(f"memory: {'; also '.join(plan.refusals)}")
 
 
-def verdict(plan: RunPlan) -> str:
+def fit_summary(plan: RunPlan) -> str:
     """A line about a plan that fits. An engine may fill its share of a GPU with its cache, and stays in it."""
     phases = [phase for device in plan.devices for phase in device.phases if phase.left > 0]
     closest = min(phases, key=lambda phase: phase.left, default=None)

@@ -16,8 +16,8 @@ from fp8core.errors import printable, printable_lines
 from fp8core.metric import Metric
 from fp8core.report.chart import COLOURS, Chart, Series, collapsed, counted, short
 from fp8core.report.completions import LEGEND, Examples
+from fp8core.report.conclusion import conclude
 from fp8core.report.run_data import RunData
-from fp8core.report.run_verdict import verdict
 from fp8core.report.tables import Table, difference_table, numbers_table, settings_table, time_table
 from fp8core.report.training_charts import bound_lines, curve_chart, section_metrics, token_charts
 
@@ -80,7 +80,7 @@ def report_html(runs: Sequence[RunData]) -> str:
     gaps = sum(len(run.missing) for run in runs)
     note = f" {counted(gaps, 'note')} on what is missing, at the end." if gaps else ""
     answers = [
-        words if len(runs) == 1 else f"{run.label}: {words}" for run in runs for words in verdict(run).paragraphs
+        words if len(runs) == 1 else f"{run.label}: {words}" for run in runs for words in conclude(run).paragraphs
     ]
     return render_page(title, f"fp8-grpo report. {states}.{note}", answers, _sections(runs))
 

@@ -14,9 +14,9 @@ from fp8core.config.run import RunConfig, public_dump
 from fp8core.metric import Summary
 from fp8core.metrics.registry import METRICS
 from fp8core.report.chart import MISSING, counted, format_value, short
+from fp8core.report.conclusion import rollout_speed
 from fp8core.report.diagnosis import mean_shares
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
-from fp8core.report.run_verdict import rollout_speed
 from fp8core.report.summary import compared_tokens, first_steps, last_steps
 from fp8core.store.metrics import GAP, GAP_DIFFERENCE, GAP_HIGH, GAP_LOW, GAP_PROMPTS, History, series
 

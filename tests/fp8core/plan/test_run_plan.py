@@ -7,7 +7,7 @@ import pytest
 from fp8core.config.load import load_config, shipped_names
 from fp8core.errors import UserError
 from fp8core.models.hub import PUBLISHED, model_shape
-from fp8core.plan.run_plan import check_fit, plan_run, verdict
+from fp8core.plan.run_plan import check_fit, fit_summary, plan_run
 from fp8core.report.text import plan_text
 from fp8core.resources.memory import GPUS, Device, Machine
 
@@ -106,7 +106,7 @@ def test_an_h200_has_room_for_these_tokens_of_qwen3_8b(planned, precision, token
     assert (plan.cache.sequence, plan.cache.sequences) == (512 + 3072, plan.cache.tokens // 3584)
     (phase,) = plan.devices[0].phases
     assert phase.total == phase.limit == int(143_771 * 2**20 * 0.92)
-    assert verdict(plan) == "fits"
+    assert fit_summary(plan) == "fits"
 
 
 @pytest.mark.parametrize(("left", "line"), [(0.031, "fits"), (0.029, "fits closely: 2.9% is left while ")])
@@ -118,7 +118,7 @@ def test_little_room_is_said_with_what_to_change(planned, left, line):
         limit = round(fullest.total / (1 - left))
         return replace(device, phases=tuple(replace(phase, limit=limit) for phase in device.phases))
 
-    assert verdict(replace(plan, devices=tuple(map(limited, plan.devices)))).startswith(line)
+    assert fit_summary(replace(plan, devices=tuple(map(limited, plan.devices)))).startswith(line)
 
 
 def test_a_host_is_refused_by_what_is_needed_for_certain(configured):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fp8core.config.load import load_config
+from fp8core.report.conclusion import answer
 from fp8core.report.diagnosis import Evidence, diagnosis, find_fall
-from fp8core.report.run_verdict import answer
 
 RUNS = json.loads(Path(__file__).with_name("histories.json").read_text())
 

@@ -1,4 +1,4 @@
-"""The verdict on a training: learned or not, equal policies or by how much, its speed, and the one action to take.
+"""The conclusion on a training: learned or not, equal policies or by how much, its speed, and the one action to take.
 
 A change counts when it is larger than `NOISE` standard errors. That of the reward is between the first and the last
 steps, which are correlated. That of held-out accuracy is between the first and the last evaluation.
@@ -138,14 +138,14 @@ def rollout_speed(run: RunData) -> float | None:
     return sum(count for count, _ in known) / spent if spent > 0 else None
 
 
-class Verdict(NamedTuple):
+class Conclusion(NamedTuple):
     """The diagnosis of a run, and paragraphs: the diagnosis, the result, and what to do next where that is not said."""
 
     diagnosis: Diagnosis | None
     paragraphs: list[str]
 
 
-def verdict(run: RunData) -> Verdict:
+def conclude(run: RunData) -> Conclusion:
     config = run.view.config
     why = unverifiable(config) if config is not None and is_known(config) else None
     judged = answer(run.history, None if config is None else config.evaluation.prompts, run.left)
@@ -154,7 +154,7 @@ def verdict(run: RunData) -> Verdict:
     cause = diagnosis(Evidence(run.history, config, judged.learning, text, run_commands(run.view)[0]))
     action = _next(run, judged.learning, cause)
     result = cause.cause if cause is not None and cause.step is not None else judged.learning
-    return Verdict(
+    return Conclusion(
         cause,
         [
             *([] if cause is None else [cause.sentence]),

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fp8core.report.conclusion import agreement, answer, conclude
 from fp8core.report.run_data import RunData, read_run
-from fp8core.report.run_verdict import agreement, answer, verdict
 
 RISING = [0.45 + 0.25 * math.tanh((step - 12) / 6) + 0.02 * (-1) ** step for step in range(24)]
 LEVEL = [0.63, 0.61] * 12
@@ -105,10 +105,10 @@ def test_the_head_names_what_decided_first_and_the_speed(run: RunData) -> None:
     rows = history(LEVEL, (0.375, 0.637), **{"rollout/tokens": run.history[2]["rollout/tokens"]})
     view = replace(run.view, config=many)
     shown = replace(run, view=view, history=rows, busy=dict.fromkeys(run.busy, 4321.0), seconds=seconds)
-    result, _ = verdict(shown).paragraphs
+    result, _ = conclude(shown).paragraphs
     assert result.startswith("Learned: held-out accuracy 0.375 to 0.637. Reward 0.620 to 0.620, within chance. Rollout")
     assert result.endswith("4,321 s of tasks a step, 1 tokens a second of rollout.")
-    assert verdict(replace(run, history=[])).paragraphs[0].startswith("Too short to tell. No step measured")
+    assert conclude(replace(run, history=[])).paragraphs[0].startswith("Too short to tell. No step measured")
 
 
 @pytest.mark.parametrize(
@@ -120,17 +120,17 @@ def test_the_head_names_what_decided_first_and_the_speed(run: RunData) -> None:
         ((0.5, 0.5), LEVEL, "raise training.learning_rate"),
     ],
 )
-def test_one_action_follows_from_the_verdict(run: RunData, heldout, rewards, action: str) -> None:
-    *_, last = verdict(replace(run, history=history(rewards, heldout))).paragraphs
+def test_one_action_follows_from_the_conclusion(run: RunData, heldout, rewards, action: str) -> None:
+    *_, last = conclude(replace(run, history=history(rewards, heldout))).paragraphs
     assert last.startswith("Next: ")
     # The run does not lie below ./runs.
     assert action.format(place=run.view.folder) in last
 
 
-def test_what_stopped_or_silenced_a_run_comes_before_its_verdict(run: RunData) -> None:
+def test_what_stopped_or_silenced_a_run_comes_before_its_conclusion(run: RunData) -> None:
     longer = replace(run, view=replace(run.view, config=run.view.config.model_copy(update={"steps": 80})))
-    assert f"fp8-grpo resume {run.view.folder} trains the 76 steps" in verdict(longer).paragraphs[-1]
+    assert f"fp8-grpo resume {run.view.folder} trains the 76 steps" in conclude(longer).paragraphs[-1]
     cut_off = {"reward/groups_with_signal": 0.0, "rollout/cut_off_share": 1.0}
-    silent = verdict(replace(longer, history=history(LEVEL, (0.5, 0.5), **cut_off))).paragraphs
+    silent = conclude(replace(longer, history=history(LEVEL, (0.5, 0.5), **cut_off))).paragraphs
     assert "Raise rollout.max_new_tokens" in silent[0]
     assert not any(words.startswith("Next: ") for words in silent)
