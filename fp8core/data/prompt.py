@@ -150,7 +150,7 @@ def question_text(problem: Problem, config: RunConfig) -> str:
 
 
 def prompt_messages(problem: Problem, config: RunConfig) -> list[Message]:
-    """The conversation that asks: `data.system` unless the row has a system prompt, earlier turns, the question."""
+    """The messages of a prompt: `data.system` unless the row has a system prompt, earlier turns, the question."""
     system = config.data.system
     has_system = any(message.role == "system" for message in problem.before)
     first = [] if system is None or has_system else [Message("system", system)]
