@@ -93,10 +93,14 @@ class Scorer(ABC):
         return
 
 
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 class FunctionScorer(Scorer):
     """A function of the user's own: `score(prompt, completion, reference, finish, **options)`.
 
-    One with a parameter `columns` gets the row's other columns there, as a dict.
+    One with a parameter `columns` gets the row's other columns there, as a dict. One whose first parameter is
+    `completion` is called by the names of its parameters: `reward(completion, answer, unit, **columns)`.
     It returns True, False or a finite number: the reward, which counts as right from 1. It returns None where it found
     no answer, or a whole Verdict. Anything it raises is the caller's to record.
     """
@@ -105,11 +109,30 @@ class FunctionScorer(Scorer):
         self._function = function
         self._options = dict(options)
         # A parameter that no option fills.
-        self.takes_columns = "columns" in inspect.signature(function).parameters.keys() - options.keys()
+        parameters = inspect.signature(function).parameters
+        self.takes_columns = "columns" in parameters.keys() - options.keys()
+        self.by_name = next(iter(parameters), "") == "completion"
+        self._parameters = parameters.values()
+
+    def check_parameters(self) -> None:
+        """Raises UserError: the function cannot be called with what a configuration gives it."""
+        name = self._function.__name__
+        if not self.by_name:
+            given = [*(["columns"] if self.takes_columns else []), *self._options]
+            check_call(self._function, name, Answer._fields[:4], given)
+            return
+        # The rows have a column for each other parameter without a default.
+        needed = [p.name for p in self._parameters if p.default is p.empty and p.kind not in _VARIABLE]
+        check_call(self._function, name, [], dict.fromkeys([*needed, *self._options]))
 
     def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
-        given = {"columns": json.loads(columns or "{}")} if self.takes_columns else {}
-        returned = self._function(prompt, completion, reference, finish, **given, **self._options)
+        row = json.loads(columns or "{}")
+        if self.by_name:
+            texts = {"prompt": prompt, "completion": completion, "answer": reference, "finish": finish}
+            returned = self._function(**self._arguments({**row, **texts, **self._options}))
+        else:
+            given = {"columns": row} if self.takes_columns else {}
+            returned = self._function(prompt, completion, reference, finish, **given, **self._options)
         if isinstance(returned, Verdict):
             if returned.outcome not in OUTCOMES:
                 raise InvalidReply(
@@ -126,6 +149,16 @@ class FunctionScorer(Scorer):
         if value == RIGHT.score:
             return RIGHT
         return Verdict(value, "right" if value > RIGHT.score else "wrong", f"reward {value:g}")
+
+    def _arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Of all values those that the function has parameters for. Raises InvalidReply: a row lacks a column."""
+        named = [p for p in self._parameters if p.kind not in _VARIABLE]
+        for parameter in named:
+            if parameter.default is parameter.empty and parameter.name not in values:
+                raise InvalidReply(f"the row has no column {parameter.name}; name it in data.columns")
+        if any(p.kind is p.VAR_KEYWORD for p in self._parameters):
+            return dict(values)
+        return {p.name: values[p.name] for p in named if p.name in values}
 
 
 class ScorerHandler:
@@ -168,8 +201,7 @@ def serve_scorer(name: str, options: Mapping[str, Any]) -> Service:
     find_neighbours(name)
     function, _, digest = load_code(name, "function")
     own = FunctionScorer(function, options)
-    given = [*(["columns"] if own.takes_columns else []), *options]
-    check_call(function, function.__name__, Answer._fields[:4], given)
+    own.check_parameters()
     return Service({"verifier": name, "source": digest}, lambda: ScorerHandler(own, file_of(function)))
 
 

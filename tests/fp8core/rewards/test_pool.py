@@ -129,3 +129,28 @@ def test_a_function_that_cannot_be_had_is_one_line_at_the_start(
         start_pool(f"{path}:score")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+BY_NAME = """
+def reward(completion, answer, unit, factor=1.0, **columns):
+    assert columns["prompt"] == "?" and columns["finish"] == "stop" and columns["hard"]
+    return factor if completion == f"{answer} {unit}" else 0.0
+"""
+
+
+def test_a_function_that_begins_with_the_completion_is_called_by_names(start_pool: StartPool, tmp_path: Path) -> None:
+    (tmp_path / "my_reward.py").write_text(BY_NAME)
+    pool = start_pool(f"{tmp_path / 'my_reward.py'}:reward", options={"factor": 0.5}, workers=1)
+    row = '{"unit": "kg", "hard": true}'
+    right, wrong, lacking = pool.verify(
+        [Answer("?", "18 kg", "18", "stop", row), Answer("?", "18", "18", "stop", row), Answer("?", "18", "18", "stop")]
+    )
+    assert (right.score, wrong.score) == (0.5, 0.0)
+    assert lacking.outcome == "crashed"
+    assert "the row has no column unit; name it in data.columns" in lacking.detail
+
+
+def test_an_option_that_a_function_called_by_names_lacks_is_refused(start_pool: StartPool, tmp_path: Path) -> None:
+    (tmp_path / "strict.py").write_text("def reward(completion, answer): ...")
+    with pytest.raises(UserError, match=r"strict\.py:reward: it is called as reward\(.*unexpected keyword argument"):
+        start_pool(f"{tmp_path / 'strict.py'}:reward", options={"factor": 0.5})
