@@ -180,10 +180,12 @@ def _published(session: Session) -> Iterator[Session]:
     try:
         yield session
     except BaseException as error:
-        if isinstance(error, Exception):  # Others stop a training that is continued later; its user waits.
-            session.fail(without_passwords(first_line(error)))
-        for publisher in session.publishers:
-            publisher.stop(STOPPED_PATIENCE_SECONDS)
+        try:
+            if isinstance(error, Exception):  # Others stop a training that is continued later; its user waits.
+                session.fail(without_passwords(first_line(error)))
+        finally:  # Python waits at its exit for a thread that still follows the ledger.
+            for publisher in session.publishers:
+                publisher.stop(STOPPED_PATIENCE_SECONDS)
         with suppress(UserError):  # The user sees only the error that failed or stopped the training.
             session.wait()
         raise

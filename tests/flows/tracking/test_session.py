@@ -124,6 +124,18 @@ def test_a_failed_or_stopped_training_says_so(copy_of_trained, runs, shown) -> N
     assert (run["status"], "error" in run["tags"]) == ("FINISHED", False)
 
 
+@pytest.mark.timeout(60)
+def test_a_report_that_breaks_holds_no_thread_up(copy_of_trained, runs, monkeypatch) -> None:
+    def broken(*_: Any) -> None:
+        raise LookupError("no page")
+
+    monkeypatch.setattr("flows.tracking.session.write_report", broken)
+    copy = copy_of_trained(default_tracking_uri(runs))
+    with pytest.raises(LookupError, match="no page"), copy.session() as (session, _):
+        raise ValueError("first")
+    assert [publisher.wait() for publisher in session.publishers] == [None]
+
+
 def test_dead_trainings_are_marked_and_no_other(open_tracker, tmp_path) -> None:
     trackers = {name: open_tracker() for name in ("killed", "ended", "alive", "elsewhere")}
     for name, tracker in trackers.items():
