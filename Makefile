@@ -2,7 +2,9 @@
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/cpu.txt
 BIN := .venv/bin
+# .venv has what a training needs; .venv/with-NAME marks that the extra NAME is there too.
 ENV := .venv/installed
+DEV := .venv/with-dev
 
 # vLLM for CPUs pins another set of versions, so it has an environment of its own.
 VLLM_BIN := .venv-vllm/bin
@@ -26,10 +28,10 @@ VLLM_PYTEST := $(WITHOUT_SERVERS) $(VLLM_BIN)/python -m pytest $(SPREAD)
 
 .PHONY: demo real test test-all test-slow test-slow-files test-vllm lint format docs env env-vllm env-sglang clean
 
-demo: env  ## learn arithmetic with GRPO in exact FP8 (about two minutes)
+demo: $(ENV)  ## learn arithmetic with GRPO in exact FP8 (about two minutes)
 	$(BIN)/fp8-grpo run tiny
 
-real: env  ## train a pretrained checkpoint, SmolLM2-135M-Instruct, in exact FP8 on the CPU
+real: .venv/with-gguf  ## train a pretrained checkpoint, SmolLM2-135M-Instruct, in exact FP8 on the CPU
 	$(BIN)/python -m benchmarks.real_checkpoint build/real
 	$(BIN)/fp8-grpo run real
 
@@ -66,12 +68,18 @@ format: env
 docs: env  ## the pages of docs/ as a site: build/site/index.html
 	$(BIN)/mkdocs build
 
-env: $(ENV)
+env: $(DEV)  ## everything that tests, lint and docs need
 
+# torch comes first and alone, from the index of its builds for CPUs: those for CUDA are several gigabytes.
 $(ENV): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m $(INSTALL) --constraint $(CONSTRAINTS) --editable ".[dev,docs]"
-	touch $(ENV)
+	$(BIN)/python -m $(INSTALL) --no-deps --constraint $(CONSTRAINTS) --extra-index-url $(TORCH_INDEX) torch
+	$(BIN)/python -m $(INSTALL) --constraint $(CONSTRAINTS) --editable .
+	touch $@
+
+.venv/with-%: $(ENV)
+	$(BIN)/python -m $(INSTALL) --constraint $(CONSTRAINTS) --editable ".[$*]"
+	touch $@
 
 env-vllm: $(VLLM_ENV)
 

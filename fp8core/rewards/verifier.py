@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 
 from pydantic import JsonValue
 
@@ -237,5 +238,7 @@ def _one_verifier(config: RewardConfig, key: str) -> Verifier:
         return InProcess("integer", IntegerVerifier(), key)
     if config.verifier == "format":
         return InProcess("format", FormatVerifier(FormatOptions.model_validate(config.options).tags), key)
+    if config.verifier == "math-verify" and find_spec("math_verify") is None:
+        raise UserError(f"{key}=math-verify: it is not installed (pip install 'fp8-grpo[math]')")
     limits = Limits(config.timeout_seconds, config.memory_mb)
     return VerifierPool(key, config.verifier, config.options, limits, config.workers)
