@@ -223,14 +223,12 @@ def set_engine_variables(config: "RunConfig") -> None:
 def kernel_folders() -> "KernelFolders":
     """Where this process and those that it starts keep compiled kernels, once `set_engine_variables` was called."""
     from fp8core.kernels.compilation import KernelFolders
-    from fp8core.kernels.cuda import kept_folder
 
     home = Path.home()
     triton = Path(os.environ.get("TRITON_HOME", home)) / ".triton" / "cache"
     return KernelFolders(
         deep_gemm=Path(os.environ.get("DG_JIT_CACHE_DIR", home / ".deep_gemm")),
         triton=Path(os.environ.get("TRITON_CACHE_DIR", triton)),
-        own=kept_folder(),
     )
 
 

@@ -32,7 +32,6 @@ from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run, time_spent
 from fp8core.report.summary import CURVES, REPORT, summarise
 from fp8core.report.training_charts import training_charts
-from fp8core.rollout.registry import engine_entry
 from fp8core.run import loop
 from fp8core.run.compilation import HOPPER, compile_kernels
 from fp8core.run.execute import StepError, carried, stored_manifest
@@ -106,14 +105,8 @@ def compile_first(config: RunConfig, console: Console) -> None:
     platform = this_platform()
     if config.cluster.address is not None or platform != HOPPER:
         return
-    folders = kernel_folders()
     with console.part("compiling kernels") as progress:
-        if config.cluster.used:
-            compiled = compile_kernels(config, platform, folders, progress)
-        else:
-            # The engine starts in this process, which waits for others now.
-            libraries = engine_entry(config).import_libraries
-            compiled = compile_kernels(config, platform, folders, progress, libraries)
+        compiled = compile_kernels(config, platform, kernel_folders(), progress)
     if compiled.done:
         console.note(str(compiled))
 

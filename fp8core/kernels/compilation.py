@@ -1,4 +1,4 @@
-"""Compile kernels in parallel, and count those that are kept.
+"""Compile kernels in parallel.
 
 DeepGEMM, Triton and `kernels.cuda` each compile a kernel in the process that first needs it, and keep it in a folder
 for later ones. DeepGEMM holds Python's lock meanwhile, so each job here is work on the GPU in a process of its own.
@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,16 +26,11 @@ _MOST_PROCESSES = 16
 _MARKS = "fp8-grpo"
 
 
-@dataclass(frozen=True)
-class KernelFolders:
-    """Where the kernels of DeepGEMM, of Triton and of `kernels.cuda` are kept."""
+class KernelFolders(NamedTuple):
+    """Where the kernels of DeepGEMM and of Triton are kept."""
 
     deep_gemm: Path
     triton: Path
-    own: Path
-
-    def count(self) -> int:
-        return sum(map(_entries, (self.deep_gemm / "cache", self.triton, self.own)))
 
 
 class Job(NamedTuple):
@@ -62,20 +56,14 @@ def missing_jobs(jobs: Sequence[Job], versions: str) -> list[Job]:
     return [job for job in jobs if not job.mark(versions).exists()]
 
 
-def run_jobs(
-    jobs: Sequence[Job],
-    versions: str,
-    progress: Callable[[int, int], None],
-    meanwhile: Callable[[], None] = lambda: None,
-) -> None:
-    """Do the jobs on all processors, in order, and `meanwhile` in this process; `progress` hears how many of how many.
+def run_jobs(jobs: Sequence[Job], versions: str, progress: Callable[[int, int], None]) -> None:
+    """Do the jobs on all processors, in order; `progress` hears how many of how many are done.
     Raises UserError: a job failed; those that are done stay done."""
     processes = min(len(jobs), len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin) as pool:
         running: dict[Future[None], Job] = {pool.submit(job.work, *job.arguments): job for job in jobs}
         progress(0, len(running))
         try:
-            meanwhile()
             for done, future in enumerate(as_completed(running), 1):
                 _finish(running[future], future, versions)
                 progress(done, len(running))
@@ -139,10 +127,3 @@ def _begin() -> None:
     follow_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is our parent's.
     torch.set_num_threads(1)
-
-
-def _entries(folder: Path) -> int:
-    try:
-        return len(set(os.listdir(folder)) - {_MARKS})
-    except FileNotFoundError:
-        return 0

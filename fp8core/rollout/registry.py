@@ -75,7 +75,6 @@ class EngineEntry:
     longest: Callable[["RunConfig"], int | None] = lambda config: None
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
-    import_libraries: Callable[[], None] = lambda: None
     continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
     sleeps: Callable[["RunConfig"], bool] = lambda config: False
     own_process: bool = False

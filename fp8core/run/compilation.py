@@ -54,11 +54,10 @@ _RATE = 1e-4
 
 
 class CompilationResult(NamedTuple):
-    """A compilation had `jobs`, compiled `done` of them now and the others before, and made new `kernels`."""
+    """A compilation had `jobs`, compiled `done` of them now and the others before."""
 
     jobs: int
     done: int
-    kernels: int
     seconds: float
 
     def __str__(self) -> str:
@@ -66,40 +65,33 @@ class CompilationResult(NamedTuple):
             return "nothing is compiled for a GPU"
         if not self.done:
             return f"all kernels are there: {self.jobs} jobs were done before"
-        before = self.jobs - self.done
-        others = f"; {before} of {self.jobs} jobs were done before" if before else ""
-        return f"{self.kernels} kernels compiled in {self.seconds:.1f} s{others}"
+        return f"kernels compiled in {self.seconds:.1f} s: {self.done} of {self.jobs} jobs, the others were done before"
 
 
 def compile_kernels(
-    config: RunConfig,
-    platform: str,
-    folders: KernelFolders,
-    progress: Callable[[int, int], None],
-    meanwhile: Callable[[], None] = lambda: None,
+    config: RunConfig, platform: str, folders: KernelFolders, progress: Callable[[int, int], None]
 ) -> CompilationResult:
-    """Compile the kernels that are missing, on all processors; `meanwhile` is done in this process if there are any.
+    """Compile the kernels that are missing, on all processors.
 
     `progress` hears how many jobs of how many are done. Raises UserError: there is no GPU that they are for, or one of
     them cannot be compiled."""
     arch = model_shape(config)
     began = time.perf_counter()
     if not needs_kernels(config, arch):
-        return CompilationResult(0, 0, 0, 0.0)
+        return CompilationResult(0, 0, 0.0)
     if platform == "cpu":
         raise UserError(f"{config.name} compiles for a GPU, and there is none: torch sees no GPU")
     if platform != HOPPER:
         raise UserError(f"{config.name} compiles for Hopper ({HOPPER}), and this GPU is {platform}")
     gpu = torch.cuda.get_device_properties(0)
     jobs = planned_jobs(config, arch, folders)
-    before = folders.count()
     versions = "\n".join(
         [gpu.name, str(torch.version.cuda), *(f"{name} {installed_version(name)}" for name in _COMPILERS)]
     )
     missing = missing_jobs(jobs, versions)
     if missing:
-        run_jobs(missing, versions, progress, meanwhile)
-    return CompilationResult(len(jobs), len(missing), folders.count() - before, time.perf_counter() - began)
+        run_jobs(missing, versions, progress)
+    return CompilationResult(len(jobs), len(missing), time.perf_counter() - began)
 
 
 def needs_kernels(config: RunConfig, arch: Architecture) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.kernels.compilation import Job, KernelFolders, missing_jobs, multiply, run_jobs
+from fp8core.kernels.cuda import kept_folder
 from fp8core.kernels.hopper_gemm import deep_gemm
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import model_shape
@@ -25,7 +26,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelFolders:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "deep_gemm"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    return KernelFolders(tmp_path / "deep_gemm", tmp_path / "triton", tmp_path / ".cache" / "fp8-grpo" / "kernels")
+    return KernelFolders(tmp_path / "deep_gemm", tmp_path / "triton")
 
 
 @pytest.mark.parametrize(
@@ -57,9 +58,9 @@ def test_packs_of_other_lengths_compile_nothing(folders: KernelFolders) -> None:
     jobs = planned_jobs(config, arch, folders)
     run_jobs(jobs, "", lambda *_: None)
     assert missing_jobs(jobs, "") == []
-    kept = [set(os.listdir(folder)) for folder in (folders.triton, folders.own, folders.deep_gemm / "cache")]
+    kept = [set(os.listdir(folder)) for folder in (folders.triton, kept_folder(), folders.deep_gemm / "cache")]
     run_jobs([Job("passes", "", folders.triton, passes, (config, arch, range(256, 2048, 384)))], "", lambda *_: None)
-    assert [set(os.listdir(folder)) for folder in (folders.triton, folders.own)] == kept[:2]
+    assert [set(os.listdir(folder)) for folder in (folders.triton, kept_folder())] == kept[:2]
     # The head of the passes is smaller than the model's.
     added = set(os.listdir(folders.deep_gemm / "cache")) - kept[2]
     assert {name.split(".")[1] for name in added} <= {"sm90_bf16_gemm"}

@@ -151,10 +151,6 @@ def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
     return VllmEngine(arch, config.precision, _options(config), rollout.max_batch, build, routes=rollout.router_replay)
 
 
-def _import_libraries() -> None:
-    import fp8core.rollout.vllm.engine  # noqa: F401
-
-
 def _options(config: RunConfig) -> VllmConfig:
     """With `captured_tokens` decided: turns, and prompts of an asynchronous run, enter while others decode."""
     options = config.rollout.vllm
@@ -229,7 +225,6 @@ ENGINE = EngineEntry(
     longest=lambda config: config.rollout.vllm.max_model_len,
     arithmetic=lambda config: "kernels" if config.rollout.vllm.model == "aligned" else "own",
     products=_products,
-    import_libraries=_import_libraries,
     # vLLM draws by a seed and a position in the aligned model alone.
     continues=lambda config: "equal" if config.rollout.vllm.model == "aligned" else "anew",
     sleeps=lambda config: config.rollout.vllm.sleep,

@@ -1,7 +1,6 @@
 """Jobs that fill the folders of kernels, in processes of their own; here on a CPU, where nothing is compiled."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ VERSIONS = "torch 1, GPU"
 def write(path, text):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)
-
-
-def write_after(sign, path):
-    while not Path(sign).exists():
-        time.sleep(0.01)
-    Path(path).touch()
 
 
 def end(_):
@@ -54,18 +47,6 @@ def test_a_job_that_fails_is_named_and_is_not_done(tmp_path, fails, reason):
         run_jobs([failing], VERSIONS, lambda *_: None)
     assert "\n" not in str(found.value)
     assert missing_jobs([failing], VERSIONS) == [failing]
-
-
-def test_this_process_works_while_others_compile(tmp_path):
-    waiting, seen = tmp_path / "go", []
-
-    def meanwhile():
-        seen.append((tmp_path / "done").exists())
-        waiting.touch()
-
-    run_jobs(jobs(tmp_path, (write_after, waiting, tmp_path / "done")), VERSIONS, lambda *_: None, meanwhile)
-    assert seen == [False]
-    assert (tmp_path / "done").exists()
 
 
 def test_machine_code_is_kept_by_source_options_and_compiler(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ PACKS = range(128, 385, 128)
 
 @pytest.fixture
 def folders(tmp_path):
-    return KernelFolders(tmp_path / "deep_gemm", tmp_path / "triton", tmp_path / "own")
+    return KernelFolders(tmp_path / "deep_gemm", tmp_path / "triton")
 
 
 @pytest.fixture
