@@ -1,8 +1,8 @@
-"""Draw the charts of docs/results/index.md from stored rows, and write its table of claims.
+"""Draw the charts of docs/results/index.md from stored rows, and write its table of claims (docs/claims.yaml).
 
     python docs/charts.py
 
-Reads benchmarks/results/*.json and nothing else. A test compares the table with the page.
+All numbers are those of benchmarks/results/*.json. A test compares the table with the page.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import yaml
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -65,181 +66,83 @@ def rewritten(page: str, table: str) -> str:
 
 
 def claims() -> str:
-    """A line for each claim: value, condition, rows."""
+    """The table of docs/claims.yaml, with the numbers of `measured` in its texts."""
+    values = measured()
     lines = ["| claim | measured | condition | rows |", "| --- | --- | --- | --- |"]
-    for claim, value, condition, file, page in [*_mismatch_claims(), *_speed_claims(), *_run_claims()]:
-        rows = f"[{file}](../../benchmarks/results/{file}), [more]({page})"
-        lines.append(f"| {claim} | {value} | {condition} | {rows} |")
+    for claim in yaml.safe_load((DOCS / "claims.yaml").read_text()):
+        shown, condition = (claim[key].format(**values) for key in ("measured", "condition"))
+        rows = f"[{claim['rows']}](../../benchmarks/results/{claim['rows']}), [more]({claim['more']})"
+        lines.append(f"| {claim['claim']} | {shown} | {condition} | {rows} |")
     return "\n".join(lines)
 
 
-def _mismatch_claims() -> list[tuple[str, ...]]:
-    runs = [run for run in stored("tiny_runs") if run["name"].startswith("tiny, seed")]
-    worst = max(run["tmpe_max"] for run in runs)
-    differing = sum(run["tokens_differing"] for run in runs)
+def measured() -> dict[str, Any]:
+    """The numbers of the claims: of small trainings, of one step, and of engine and trainer alone."""
+    tiny = [run for run in stored("tiny_runs") if run["name"].startswith("tiny, seed")]
     small = {row["variant"]: row for row in stored("small_hopper") if row["kind"] == "alignment"}
-    exact, plain = small["fp8_end_to_end_kv"], small["fp8_rollout"]
     real = [row for row in stored("real_accuracy") if row["kind"] == "alignment"]
-    worst_of = {
-        name: max(row["tmpe_max"] for row in real if row["variant"] == name) for name in ("bf16", "fp8-end-to-end-kv")
-    }
     (gap,) = (
         row for row in stored("real_accuracy") if row["kind"] == "gap" and "outcome" in row and row["window"] == "end"
     )
-    large = {variant: row for (variant, source), row in _large().items() if source == "training"}
-    distances = {row["scale_rule"]: row for row in stored("parts_kl") if row["texts"] >= 512}
-    default, pow2 = (distances[rule]["parts"]["all"]["nats"] for rule in ("fp32_activations", "pow2"))
-    error = "error {:g}, {} tokens differ"
-    return [
-        (
-            "no mismatch on a CPU",
-            error.format(worst, differing),
-            f"{len(runs)} seeds of `tiny`, {runs[0]['steps']} steps, FP8 everywhere",
-            "tiny_runs.json",
-            "tiny.md",
-        ),
-        (
-            "no mismatch on an H200",
-            f"error {exact['tmpe_max']:g}, k3 {exact['k3_kl']:g}",
-            f"aligned engine, 90 million parameters, {exact['steps']} steps; FP8 in the rollout alone: "
-            f"{plain['tmpe_max']:.5f}",
-            "small_hopper.json",
-            "loop.md#learning-in-five-precisions",
-        ),
-        (
-            "no mismatch on pretrained weights",
-            f"error {worst_of['fp8-end-to-end-kv']:g}",
-            f"SmolLM2-135M, {gap['pairs']} trainings of {real[0]['steps']} steps on H200s; "
-            f"BF16: {worst_of['bf16']:.3f}",
-            "real_accuracy.json",
-            "accuracy.md#after-training",
-        ),
-        (
-            "KL from BF16 before training",
-            f"{default:.3f} nats a token",
-            f"SmolLM2-135M, 512 questions, everything in FP8; under powers of two {pow2:.3f}",
-            "parts_kl.json",
-            "accuracy.md",
-        ),
-        (
-            "learning on pretrained weights",
-            f"{100 * gap['mean']:.1f} points of held-out accuracy from BF16's",
-            f"the trainings above at the end: three tasks, three seeds; interval {100 * gap['low']:.1f} to "
-            f"{100 * gap['high']:.1f}, goal -1",
-            "real_accuracy.json",
-            "accuracy.md#after-training",
-        ),
-        (
-            "no mismatch at Qwen3-8B's shape",
-            f"error {max(large['fp8_end_to_end_kv']['tmpe']):g}",
-            f"aligned engine, random weights, {len(large['fp8_end_to_end_kv']['tmpe'])} steps; BF16: "
-            f"{max(large['bf16']['tmpe']):.3f}",
-            "large_ledger.json",
-            "loop.md#a-step-at-qwen3-8bs-shape",
-        ),
-    ]
+    steps = {case: row["seconds"]["wall"] for case, row in _large().items()}
+    once = {variant: row for (variant, source), row in _large().items() if source == "training"}
+    faults = stored("faults_hopper")
+    return {
+        "tiny": {"runs": len(tiny), "steps": tiny[0]["steps"], "error": max(run["tmpe_max"] for run in tiny)},
+        "tiny_differing": sum(run["tokens_differing"] for run in tiny),
+        "small": small,
+        "real_error": {
+            name: max(row["tmpe_max"] for row in real if row["variant"] == name)
+            for name in ("bf16", "fp8-end-to-end-kv")
+        },
+        "real_steps": real[0]["steps"],
+        "gap": gap | {name: 100 * gap[name] for name in ("mean", "low", "high")},
+        "nats": {row["scale_rule"]: row["parts"]["all"]["nats"] for row in stored("parts_kl") if row["texts"] >= 512},
+        "large": {name: {"steps": len(row["tmpe"]), "error": max(row["tmpe"])} for name, row in once.items()},
+        "fp8_seconds": (fp8 := steps["fp8_end_to_end_kv", "training"]),
+        "step": {
+            source: {"seconds": steps["bf16", source], "ratio": steps["bf16", source] / fp8}
+            for source in ("training", "pass")
+        },
+        "rest": {name: _rest(row) for name, row in once.items()},
+        "rollouts": [_rollout_speeds(shape) for shape in list(SHAPES.values())[:2]],
+        "load": _load_speeds(),
+        "training": _training_ratios(),
+        "resumed": max(row["seconds"] for row in stored("durability_costs") if row["kind"] == "resume"),
+        "faults": {"found": sum(row["bound"] is not None for row in faults), "all": len(faults)},
+    }
 
 
-def _speed_claims() -> list[tuple[str, ...]]:
-    large = {case: row["seconds"]["wall"] for case, row in _large().items()}
+def _rollout_speeds(shape: tuple[str, int, int, bool]) -> dict[str, dict[str, float]]:
+    rows = rollouts(shape)
+    fastest = max(row["tokens_per_s"] for row in rows if row["precision"] == "bf16")
+    base = _last(rows, "bf16", "stock")["tokens_per_s"]
+    speeds = {forward: _last(rows, "fp8_linear_kv", forward)["tokens_per_s"] for forward in ("aligned", "stock")}
+    return {name: {"speed": s, "ratio": s / base, "of_fastest": s / fastest} for name, s in speeds.items()}
+
+
+def _load_speeds() -> dict[str, dict[str, float]]:
+    """Of `benchmarks.grpo_8gpu`: FP8 against BF16 by GPUs, with the source of FP8's old log-probs."""
+    names = ("precision", "gpus", "logprobs", "mode", "staleness")
+    rows = {tuple(row[name] for name in names): row for row in stored("grpo_8gpu") if row["layers"] == 36}
+    in_turn = ("synchronous", 0)
+    found = {}
+    for name, gpus, source in (("one", 1, "rollout"), ("four", 4, "pass")):
+        fp8, bf16 = rows["fp8", gpus, source, *in_turn], rows["bf16", gpus, "pass", *in_turn]
+        speed = fp8["tokens_per_s_per_gpu"]
+        found[name] = {"speed": speed, "ratio": speed / bf16["tokens_per_s_per_gpu"]}
+    return found
+
+
+def _training_ratios() -> dict[str, float]:
     # The last of each: a step with activations recomputed, and one with all kept.
-    training = {
+    seconds = {
         (row["precision"], row["checkpointing"]): row["seconds"]
         for row in stored("training_hopper")
         if row["kind"] == "training" and row["model"] == "qwen3-8b" and not row["deterministic"]
     }
-    found = []
-    fp8 = large["fp8_end_to_end_kv", "training"]
-    for source, name in (("training", "a whole step"), ("pass", "a whole step, in BF16 with a log-prob pass")):
-        bf16 = large["bf16", source]
-        condition = f"192 completions of 1,024 tokens: {bf16:.1f} s and {fp8:.1f} s"
-        found.append((name, _ratio(bf16 / fp8), condition, "large_ledger.json", "loop.md#a-step-at-qwen3-8bs-shape"))
-    for title, shape in list(SHAPES.items())[:2]:
-        rows = rollouts(shape)
-        fastest = max(row["tokens_per_s"] for row in rows if row["precision"] == "bf16")
-        base = _last(rows, "bf16", "stock")["tokens_per_s"]
-        for forward, name in (("aligned", "aligned engine"), ("stock", "vLLM's own model")):
-            speed = _last(rows, "fp8_linear_kv", forward)["tokens_per_s"]
-            found.append(
-                (
-                    f"rollouts, {name}",
-                    f"{_ratio(speed / base)}; {_ratio(speed / fastest)} against the fastest BF16 run",
-                    f"{title.replace(chr(10), ', ')}; {speed:,.0f} tokens/s",
-                    "rollout_hopper.json",
-                    "rollout.md",
-                )
-            )
-    found += _load_claims()
-    recomputed, kept = (training["bf16", again] / training["fp8_block_kv", again] for again in (True, False))
-    found.append(
-        (
-            "training, FP8 linears and attention",
-            f"{_ratio(recomputed)}; {_ratio(kept)} with all activations kept",
-            "Qwen3-8B, 65,536 tokens, one H200",
-            "training_hopper.json",
-            "training.md",
-        )
-    )
-    return found
-
-
-def _load_claims() -> list[tuple[str, ...]]:
-    """Two cases of `benchmarks.grpo_8gpu` each, by precision, GPUs, mode, staleness and source of old log-probs."""
-    names = ("precision", "gpus", "mode", "staleness", "logprobs")
-    rows = [row for row in stored("grpo_8gpu") if row["layers"] == 36]
-    load = {tuple(row[name] for name in names): row["tokens_per_s_per_gpu"] for row in rows}
-    step = "Qwen3-8B, 256 completions a GPU of at most 4,096 tokens"
-    claims = (
-        (
-            "a whole step on one H200",
-            (("fp8", 1, "synchronous", 0, "rollout"), ("bf16", 1, "synchronous", 0, "pass")),
-            f"{step}; FP8 with the rollout's log-probs, BF16 with a pass",
-        ),
-        (
-            "a whole step on four H100s",
-            (("fp8", 4, "synchronous", 0, "pass"), ("bf16", 4, "synchronous", 0, "pass")),
-            "the same load, both with a pass",
-        ),
-    )
-    return [
-        (
-            name,
-            f"{_ratio(load[faster] / load[other])}; {load[faster]:,.0f} tokens/s a GPU",
-            condition,
-            "grpo_8gpu.json",
-            "loop.md#at-nemo-rls-load",
-        )
-        for name, (faster, other), condition in claims
-    ]
-
-
-def _run_claims() -> list[tuple[str, ...]]:
-    resumed = max(row["seconds"] for row in stored("durability_costs") if row["kind"] == "resume")
-    faults = stored("faults_hopper")
-    rest = {variant: _rest(row) for (variant, source), row in _large().items() if source == "training"}
-    return [
-        (
-            "time outside generation and training",
-            f"{rest['fp8_end_to_end_kv']:.1%} in FP8, {rest['bf16']:.1%} in BF16",
-            "the whole step above",
-            "large_ledger.json",
-            "loop.md#a-step-at-qwen3-8bs-shape",
-        ),
-        (
-            "resume",
-            f"at most {resumed:.2f} s",
-            "after 10 and after 1000 steps of `tiny`",
-            "durability_costs.json",
-            "service.md#durability",
-        ),
-        (
-            "injected faults found",
-            f"{sum(row['bound'] is not None for row in faults)} of {len(faults)}",
-            "on an H200, default bounds; on a CPU all of them",
-            "faults_hopper.json",
-            "faults.md",
-        ),
-    ]
+    names = {"recomputed": True, "kept": False}
+    return {name: seconds["bf16", again] / seconds["fp8_block_kv", again] for name, again in names.items()}
 
 
 # Charts
@@ -388,10 +291,6 @@ def _large() -> dict[tuple[str, str], Row]:
 def _rest(row: Row) -> float:
     seconds = row["seconds"]
     return 1 - statistics.fsum(seconds.get(part, 0.0) for part in ("rollout", "logprobs", "train")) / seconds["wall"]
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.2f}x"
 
 
 if __name__ == "__main__":
