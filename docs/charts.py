@@ -1,4 +1,4 @@
-"""Draw the charts of docs/results/index.md from stored rows, and write its table of claims (docs/claims.yaml).
+"""Draw the charts of docs/results/index.md and README.md from stored rows, and write the claims (docs/claims.yaml).
 
     python docs/charts.py
 
@@ -52,6 +52,7 @@ def main() -> None:
     rollout_chart()
     ledger_chart()
     mismatch_chart()
+    learning_chart()
     page = PAGE.read_text()
     PAGE.write_text(rewritten(page, claims()))
 
@@ -208,6 +209,28 @@ def ledger_chart() -> None:
     _finish(axes, "step-ledger.svg")
 
 
+def learning_chart() -> None:
+    """Held-out accuracy of the trainings of a pretrained model: mean and range of the seeds of each task."""
+    runs = [row for row in stored("real_accuracy") if row["kind"] == "alignment"]
+    _, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    for variant, name, color in (("bf16", "BF16", GREY), ("fp8-end-to-end-kv", "FP8", BLUE)):
+        errors = [run["tmpe_max"] - 1 for run in runs if run["variant"] == variant]
+        mismatch = f"differ by {max(errors):.1%}, in the worst step" if max(errors) else "are equal to the last bit"
+        label = f"{name}: token probabilities of generation\nand training {mismatch}"
+        for task in ("operations", "sums", "units"):
+            curves = [run["curve"] for run in runs if (run["variant"], run["task"]) == (variant, task)]
+            steps = [int(step) for step in curves[0]]
+            seeds = [[curve[str(step)] for curve in curves] for step in steps]
+            mean = [statistics.mean(each) for each in seeds]
+            axes.plot(steps, mean, color=color, linewidth=2, label=label if task == "operations" else None)
+            axes.fill_between(steps, [*map(min, seeds)], [*map(max, seeds)], color=color, alpha=0.25, linewidth=0)
+            if variant == "bf16":
+                axes.text(steps[-1] + 5, mean[-1], task, va="center")
+    axes.set(xlabel="step", ylabel="share of unseen problems right", xlim=(0, 345), ylim=(0.2, 1.04))
+    axes.legend(loc="lower right", frameon=False)
+    _finish(axes, "learning.svg")
+
+
 def mismatch_chart() -> None:
     """The error of each precision: median and largest step, on a logarithmic axis with a lane for 0."""
     names = {
@@ -244,7 +267,7 @@ def mismatch_chart() -> None:
 
 def _finish(axes: Axes, name: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x" if name != "rollout-speed.svg" else "y", color="#dddddd")
+    axes.grid(axis="y" if name in ("rollout-speed.svg", "learning.svg") else "x", color="#dddddd")
     axes.figure.savefig(IMAGES / name, metadata={"Date": None}, facecolor="white")
     plt.close("all")
 

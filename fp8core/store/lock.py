@@ -17,7 +17,7 @@ class RunLock:
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
-        _own_locks.add(self)
+        _held.add(self)
 
     @classmethod
     def acquire(cls, path: Path) -> "RunLock":
@@ -42,7 +42,7 @@ class RunLock:
         self._file.close()
 
 
-def has_owner(path: Path) -> bool:
+def is_held(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -53,11 +53,11 @@ def has_owner(path: Path) -> bool:
     return False
 
 
-_own_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _close_copies() -> None:
-    for lock in list(_own_locks):
+    for lock in list(_held):
         lock.release()
 
 
