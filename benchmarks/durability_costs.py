@@ -42,7 +42,7 @@ from fp8core.config.run import RunConfig, public_dump
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import checkpoint_due, save_state
 from fp8core.run.context import RunContext
-from fp8core.run.execute import carried
+from fp8core.run.execute import carried_artifacts
 from fp8core.run.loop import IN_PROCESS, begin, next_step, train
 from fp8core.run.open import open_directory, open_run
 from fp8core.run.refusals import graph_of
@@ -277,7 +277,7 @@ def resumption(config: RunConfig) -> dict[str, Any]:
     with opened(config) as run:
         redone = begin(run)
         index = next_step(run)
-        carried(run, index)
+        carried_artifacts(run, index)
         seconds = time.perf_counter() - began
     assert (redone, index) == (0, config.steps)
     return {

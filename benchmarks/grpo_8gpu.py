@@ -36,7 +36,7 @@ from benchmarks.small_hopper import Training, plan, step_ledger_row, timed_steps
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import PUBLISHED
 from fp8core.report.run_data import RunData, read_run
-from fp8core.rl.alignment_metrics import COMPARED, TMPE, TOKENS_DIFFERING
+from fp8core.rl.alignment_metrics import COMPARED_TOKENS, TMPE, TOKENS_DIFFERING
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.metrics import series
 
@@ -199,7 +199,7 @@ def step_row(training: Training, arch: Architecture, case: tuple[str, str], opti
     steps use completions of earlier ones, or write those of later ones, and their speed is not that of a long run.
     """
     run = read_run(training.folder, training.variant)
-    measured = step_ledger_row(run, training.variant, training.shown)
+    measured = step_ledger_row(run, training.variant, training.label)
     assert measured is not None, f"{training.folder}: no step between two commits"
     steps = [step.commit.step for step in timed_steps(run.view)]
     sizes = [_sizes(run, step) for step in steps]
@@ -227,7 +227,7 @@ def step_row(training: Training, arch: Architecture, case: tuple[str, str], opti
         "seconds": seconds,
         "sizes": sizes,
         "error_max": max(series(run.history, TMPE.name)[1]),
-        "tokens_verified": int(sum(series(run.history, COMPARED.name)[1])),
+        "tokens_verified": int(sum(series(run.history, COMPARED_TOKENS.name)[1])),
         "tokens_differing": int(sum(series(run.history, TOKENS_DIFFERING.name)[1])),
         "settings": settings,
         **{key: measured[key] for key in ("commit", "dirty", "versions") if key in measured},

@@ -162,7 +162,7 @@ def train(training: Training, steps: int, log: Path, end: float) -> None:
 def ledger_row(training: Training, arch: Architecture) -> Row | None:
     """The ledger of a step, with the size of the model and of the step, and seconds before the first one."""
     run = read_run(training.folder, training.variant)
-    row = step_ledger_row(run, training.variant, training.shown)
+    row = step_ledger_row(run, training.variant, training.label)
     if row is None:
         return None
     last = run.history[-1]

@@ -130,7 +130,7 @@ class Training:
         return training_command(self.config, [*self.settings, f"runs={self.folder.parent}", f"run={self.folder.name}"])
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         """The same for readers, without the places of this machine."""
         return " ".join(["fp8-grpo run", self.config, *(f"--set {setting}" for setting in self.settings)])
 
@@ -203,8 +203,8 @@ def _write(out: Path, trainings: Sequence[Training], failures: Sequence[Row]) ->
     rows: list[Row] = []
     for training in filter(_has_steps, trainings):
         run = read_run(training.folder, training.variant)
-        rows.append(alignment_row(run, training.variant, training.shown))
-        ledger = step_ledger_row(run, training.variant, training.shown)
+        rows.append(alignment_row(run, training.variant, training.label))
+        ledger = step_ledger_row(run, training.variant, training.label)
         rows += [] if ledger is None else [ledger]
     write_rows(out / f"{RESULT}.json", [*rows, *failures])
     return rows

@@ -107,7 +107,7 @@ def _model(asked: EvaluationRequest) -> BaseModel:
         try:
             checkpoint = find_checkpoint(run.folder / checkpoint_place(_step(run, asked.step)) / POLICY)
         except UserError:  # Absent or damaged: the step will be restored from the model that the run starts from.
-            return find_base(reload_own(run.described, {}))
+            return find_base(reload_own(run.description, {}))
     return BaseModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, revision=None)
 
 
@@ -137,7 +137,7 @@ def questions(asked: EvaluationRequest, config: RunConfig, found: Sequence[Probl
         temperature=0.0 if asked.samples == 1 else config.rollout.temperature,
         seed=asked.seed,
         k=_counted(asked),
-        scored=len(found) if asked.parts else 0,
+        text_count=len(found) if asked.parts else 0,
     )
 
 

@@ -19,7 +19,15 @@ from fp8core.config.step_graph import PlannedStep, StepGraph
 from fp8core.report.console import shows_sample
 from fp8core.report.summary import overhead_ms
 from fp8core.run.context import RunContext
-from fp8core.run.execute import TaskResult, carried, commit_step, run_step, step_key, step_metrics, stored_result
+from fp8core.run.execute import (
+    TaskResult,
+    carried_artifacts,
+    commit_step,
+    run_step,
+    step_key,
+    step_metrics,
+    stored_result,
+)
 from fp8core.run.loop import Execution, next_step, save_last
 from fp8core.run.precision_gap import gap_line
 from fp8core.run.rollouts import written_sample
@@ -60,7 +68,7 @@ class FlowExecution(Execution):
         An update of the live trainer runs in this thread. So does the first of those that may begin where none is under
         way: a call costs less than a submission.
         """
-        artifacts, results = carried(run, index), dict[str, TaskResult]()
+        artifacts, results = carried_artifacts(run, index), dict[str, TaskResult]()
         states, under_way = dict[str, State[Any]](), dict[PrefectFuture[Any], str]()
 
         def bound(planned: PlannedStep) -> tuple[Any, dict[str, Any]]:
@@ -103,7 +111,7 @@ class FlowExecution(Execution):
         return results
 
     def stage_done(self, run: RunContext, name: str, result: TaskResult) -> None:
-        if name == "precision_gap" and not result.reused:
+        if name == "precision_gap" and not result.is_reused:
             run.console.note(gap_line(run.store.get_json(result.entry.outputs["precision_gap"])))
 
     def restored(self, run: RunContext, redone: int) -> None:

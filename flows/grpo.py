@@ -34,7 +34,7 @@ from fp8core.report.summary import CURVES, REPORT, summarise
 from fp8core.report.training_charts import training_charts
 from fp8core.run import loop
 from fp8core.run.compilation import HOPPER, compile_kernels
-from fp8core.run.execute import StepError, carried, stored_manifest
+from fp8core.run.execute import StepError, carried_artifacts, stored_manifest
 from fp8core.run.loop import BoundError, TrainingPaused, next_step
 from fp8core.run.open import check_runnable
 from fp8core.run.policy import SyncError
@@ -127,7 +127,7 @@ def finish(session: Session, console: Console) -> dict[str, Any]:
         **{f"{service}_run_id": tracker.run_id for service, tracker in session.trackers.items()},
         "chain_head": str(Head.of(stored_manifest(run, next_step(run) - 1))),
         # As stored: no rank is needed any more, and one may be lost.
-        "weights_digest": run.store.get_json(carried(run, next_step(run))["policy"])["weights_digest"],
+        "weights_digest": run.store.get_json(carried_artifacts(run, next_step(run))["policy"])["weights_digest"],
         "seconds": {**time_spent(data.view), "total": sum(data.view.process_seconds)},
         "bounds": f"{', '.join(named)}; at the end {bounds.summary}" if crossed else bounds.summary,
         "bounds_crossed": len(crossed) if crossed or bounds.judges else None,

@@ -24,6 +24,6 @@ def evaluate(
 
 def _due(run: RunContext, index: int) -> bool:
     """True every so many steps, and for the last one; what was the last when it was committed stays so."""
-    committed = run.directory.ledger.step(index) is not None
-    last = stored_manifest(run, index).record.steps if committed else run.config.steps
+    is_committed = run.directory.ledger.step(index) is not None
+    last = stored_manifest(run, index).record.steps if is_committed else run.config.steps
     return index % run.config.evaluation.every == 0 or index == last

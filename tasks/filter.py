@@ -28,8 +28,8 @@ def filter(run: StepContext, index: int, options: FilterOptions, rewards: Ref) -
     """Clear `keep` of every completion of a group that stays out of the loss: the scores in its baseline are equal."""
     store = run.store
     table = store.get_table(rewards)
-    filtered = keep_informative(table, options.groups, baseline_mask(table, run.config))
-    return {"filtered": store.put_table("rewards", filtered)}
+    informative_rewards = keep_informative(table, options.groups, baseline_mask(table, run.config))
+    return {"filtered": store.put_table("rewards", informative_rewards)}
 
 
 def keep_informative(rewards: pa.Table, groups: int | None, baseline: Tensor) -> pa.Table:
@@ -37,6 +37,8 @@ def keep_informative(rewards: pa.Table, groups: int | None, baseline: Tensor) ->
     row_mask = torch.tensor(rewards["keep"].to_pylist(), dtype=torch.bool)
     signal = (row_mask & rows_with_signal(rewards, row_mask & baseline)).tolist()
     rows = rewards.to_pylist()
-    wanted = {*sorted({row["group"] for row, differs in zip(rows, signal, strict=True) if differs})[:groups]}
-    chosen = [{**row, "keep": row["keep"] and row["group"] in wanted} for row in rows]
-    return pa.Table.from_pylist(chosen, schema=rewards.schema)
+    informative_groups = {
+        *sorted({row["group"] for row, differs in zip(rows, signal, strict=True) if differs})[:groups]
+    }
+    kept_rows = [{**row, "keep": row["keep"] and row["group"] in informative_groups} for row in rows]
+    return pa.Table.from_pylist(kept_rows, schema=rewards.schema)

@@ -18,5 +18,5 @@ def logprobs(
     table = run.store.get_table(rollouts, SCORED_COLUMNS)
     current = read_scales(run, scales)
     batch = policy_batch(table)
-    scored = trainer.logprobs(batch, run.config.rollout.temperature, current.layers)
-    return stored_scores(run, trainer.version, table, scored)
+    score = trainer.logprobs(batch, run.config.rollout.temperature, current.layers)
+    return stored_scores(run, trainer.version, table, score)

@@ -16,7 +16,7 @@ from fp8core.metrics.reward import reward_metrics
 from fp8core.metrics.rollout import STREAM_COLUMNS, UNVERIFIABLE, rollout_metrics, stream_metrics
 from fp8core.metrics.scales import LAG_ERROR, SATURATED, scale_metrics
 from fp8core.rl.alignment_metrics import alignment_metrics
-from fp8core.rl.batch import padded
+from fp8core.rl.batch import pad_column
 from fp8core.rl.losses import ClipRange
 from fp8core.rl.presets import correction_rule
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
@@ -60,33 +60,39 @@ def record(run: StepContext, index: int, options: NoOptions, **artifacts: Ref) -
     versions = ["versions"] if "behaviour" in artifacts and run.config.pipeline.max_staleness else []
     columns = [*COMPLETION_KEY, "tokens", "logprobs", "written", "finish", *versions]
     completions = store.get_table(artifacts["rollouts"], columns)
-    rewarded = store.get_table(artifacts["rewards"])
-    scored = store.get_table(artifacts["logprobs"])
-    learning = store.get_table(artifacts["update_rewards"]) if "update_rewards" in artifacts else rewarded
-    policy_mask = padded(completions["written"], torch.bool, False)
-    compared = compared_rows(run.config, index, policy_mask)
-    against = scored
+    reward_table = store.get_table(artifacts["rewards"])
+    logprob_table = store.get_table(artifacts["logprobs"])
+    learning = store.get_table(artifacts["update_rewards"]) if "update_rewards" in artifacts else reward_table
+    policy_mask = pad_column(completions["written"], torch.bool, False)
+    compared_mask = compared_rows(run.config, index, policy_mask)
+    against = logprob_table
     if "behaviour" in artifacts:
-        compared, against = behind(scored, store.get_table(artifacts["behaviour"]))
-    played = store.get_table(artifacts["turns"]) if "turns" in artifacts else None
+        compared_mask, against = behind(logprob_table, store.get_table(artifacts["behaviour"]))
+    turns = store.get_table(artifacts["turns"]) if "turns" in artifacts else None
     cap = correction_rule(run.config.correction).weight_cap
     # On a busy host each of hundreds of short operations would wait until all threads have had their turn. That takes a
     # second for 200,000 tokens instead of 0.1.
     with torch_threads(1):
         metrics = {
-            **reward_metrics(rewarded, baseline_mask(rewarded, run.config)),
-            **rollout_metrics(completions, scored),
-            **{f"alignment/{name}": value for name, value in mismatch(completions, against, compared, cap).items()},
+            **reward_metrics(reward_table, baseline_mask(reward_table, run.config)),
+            **rollout_metrics(completions, logprob_table),
+            **{
+                f"alignment/{name}": value for name, value in mismatch(completions, against, compared_mask, cap).items()
+            },
             **train_metrics(store.get_json(artifacts["train_report"])),
-            **(age_metrics(completions, learning, scored, index - 1, run.config) if "behaviour" in artifacts else {}),
+            **(
+                age_metrics(completions, learning, logprob_table, index - 1, run.config)
+                if "behaviour" in artifacts
+                else {}
+            ),
             **{
                 f"sync/probe_{name}": value for name, value in store.get_json(artifacts["sync_report"])["probe"].items()
             },
             **scale_metrics(store.get_json(artifacts["next_scales"])),
         }
-    if played is not None:
-        rows = {key: row for key, row in row_numbers(completions).items() if compared[row]}
-        metrics |= turn_metrics(played, completions, against, rows)
+    if turns is not None:
+        rows = {key: row for key, row in row_numbers(completions).items() if compared_mask[row]}
+        metrics |= turn_metrics(turns, completions, against, rows)
     if "next_stream" in artifacts:
         before, after = (store.get_table(artifacts[name], STREAM_COLUMNS) for name in ("left", "next_stream"))
         metrics |= stream_metrics(before, after, store.get_json(artifacts["schedule"])["chunks"])
@@ -97,11 +103,11 @@ def record(run: StepContext, index: int, options: NoOptions, **artifacts: Ref) -
             metrics[LAG_ERROR.name] = lag_error(run.config, read_scales(run, artifacts["scales"]), statistics)
     if unverifiable(run.config):
         metrics[UNVERIFIABLE.name] = 1.0
-    measured = store.get_json(artifacts["evaluation"])
-    metrics |= start_metrics("evaluation", measured)
-    metrics |= {f"environment/heldout_{name}": value for name, value in (measured.get("episodes") or {}).items()}
-    undeclared = [name for name in metrics if find_metric(name).own]
-    assert not undeclared, f"metrics without a declaration in fp8core.metrics.registry: {undeclared}"
+    evaluation = store.get_json(artifacts["evaluation"])
+    metrics |= start_metrics("evaluation", evaluation)
+    metrics |= {f"environment/heldout_{name}": value for name, value in (evaluation.get("episodes") or {}).items()}
+    own_names = [name for name in metrics if find_metric(name).own]
+    assert not own_names, f"metrics without a declaration in fp8core.metrics.registry: {own_names}"
     return {"metrics": store.put_json("metrics", metrics)}
 
 
@@ -118,22 +124,22 @@ def torch_threads(count: int) -> Iterator[None]:
 def behind(logprobs: pa.Table, behaviour: pa.Table) -> tuple[torch.Tensor, pa.Table]:
     """True for completions with log-probs of the versions that wrote them; all log-probs, with these in place."""
     newer, rows = ({key_of(row): row for row in table.to_pylist()} for table in (behaviour, logprobs))
-    replaced = pa.Table.from_pylist([*(rows | newer).values()], LOGPROBS)
-    return torch.tensor([key in newer for key in rows]), replaced
+    table = pa.Table.from_pylist([*(rows | newer).values()], LOGPROBS)
+    return torch.tensor([key in newer for key in rows]), table
 
 
 def age_metrics(
     rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table, newest: int, config: RunConfig
 ) -> dict[str, float]:
     """Age of the tokens, and by age the weights of the policy `newest` over the one that wrote a token."""
-    policy_mask = padded(rollouts["written"], torch.bool, False)
+    policy_mask = pad_column(rollouts["written"], torch.bool, False)
     ages = torch.zeros(policy_mask.shape, dtype=torch.int64)
     if "versions" in rollouts.column_names:
-        ages = newest - padded(rollouts["versions"], torch.int64, newest)
-    old, sampled = (padded(table["logprobs"], torch.float32, 0.0) for table in (logprobs, rollouts))
-    updated = first_update_mask(rollouts, rewards, config)
+        ages = newest - pad_column(rollouts["versions"], torch.int64, newest)
+    old, sampling_logprobs = (pad_column(table["logprobs"], torch.float32, 0.0) for table in (logprobs, rollouts))
+    update_mask = first_update_mask(rollouts, rewards, config)
     clip = ClipRange(low=config.loss.clip_low, high=config.loss.clip_high)
-    lag = lag_metrics(old, sampled, ages, updated, correction_rule(config.correction).weight_cap, clip)
+    lag = lag_metrics(old, sampling_logprobs, ages, update_mask, correction_rule(config.correction).weight_cap, clip)
     return {
         **{f"rollout/{name}": value for name, value in staleness_metrics(ages, policy_mask).items()},
         **{f"correction/{name}": value for name, value in lag.items()},
@@ -143,14 +149,16 @@ def age_metrics(
 def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor, cap: float) -> dict[str, float]:
     """`rows`: bool [rows], those that were compared."""
     return alignment_metrics(
-        padded(logprobs["logprobs"], torch.float32, 0.0),
-        padded(rollouts["logprobs"], torch.float32, 0.0),
-        padded(rollouts["written"], torch.bool, False) & rows[:, None],
+        pad_column(logprobs["logprobs"], torch.float32, 0.0),
+        pad_column(rollouts["logprobs"], torch.float32, 0.0),
+        pad_column(rollouts["written"], torch.bool, False) & rows[:, None],
         cap,
     )
 
 
 def train_metrics(report: dict[str, Any]) -> dict[str, float]:
-    corrected = {f"correction/{name}": value for name, value in report["correction"].items()}
-    trained = {metric.name: float(report[metric.key]) for metric in TRAIN_METRICS if report[metric.key] is not None}
-    return {**trained, **corrected}
+    correction_metrics = {f"correction/{name}": value for name, value in report["correction"].items()}
+    update_metrics = {
+        metric.name: float(report[metric.key]) for metric in TRAIN_METRICS if report[metric.key] is not None
+    }
+    return {**update_metrics, **correction_metrics}

@@ -16,6 +16,6 @@ def reference(run: RunContext, index: int, options: NoOptions, rollouts: Ref, sc
         run.workers.reference = initial_trainer(run)
     table = run.store.get_table(rollouts, SCORED_COLUMNS)
     current = read_scales(run, scales).layers
-    scored = run.workers.reference.logprobs(token_batch(table), run.config.rollout.temperature, current)
+    score = run.workers.reference.logprobs(token_batch(table), run.config.rollout.temperature, current)
     run.workers.reference.rest()
-    return {"reference": run.store.put_table("logprobs", logprob_table(table, scored))}
+    return {"reference": run.store.put_table("logprobs", logprob_table(table, score))}

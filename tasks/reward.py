@@ -21,17 +21,17 @@ def reward(
 ) -> dict[str, Ref]:
     store = run.store
     completions = store.get_table(rollouts, [*COMPLETION_KEY, "text", "finish"])
-    played = None if turns is None else store.get_table(turns)
-    table = reward_table(run, store.get_table(prompts), completions, played)
+    turn_table = None if turns is None else store.get_table(turns)
+    table = reward_table(run, store.get_table(prompts), completions, turn_table)
     return {"rewards": store.put_table("rewards", table)}
 
 
 def reward_table(run: StepContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
-    scored = score(run.verifier, prompts.drop_columns(["tokens"]).to_pylist(), stored_endings(rollouts, turns))
-    tell_failures(run, "rewards", [each.verdict for each in scored])
-    none = {f"{SCORE}{part.name}": 0.0 for each in scored for part in each.verdict.added}
+    scored_episodes = score(run.verifier, prompts.drop_columns(["tokens"]).to_pylist(), stored_endings(rollouts, turns))
+    tell_failures(run, "rewards", [each.verdict for each in scored_episodes])
+    none = {f"{SCORE}{part.name}": 0.0 for each in scored_episodes for part in each.verdict.added}
     rows = []
-    for key, (verdict, value, own) in zip(keys_of(rollouts), scored, strict=True):
+    for key, (verdict, value, own) in zip(keys_of(rollouts), scored_episodes, strict=True):
         check_reward(value, key)
         scores = {f"{SCORE}{part.name}": part.score for part in verdict.added} or none
         rows.append(

@@ -7,13 +7,13 @@ import pyarrow as pa
 import torch
 
 from fp8core.config.steps import NoOptions
-from fp8core.rl.batch import column, pad, padded
+from fp8core.rl.batch import column, pad, pad_column
 from fp8core.rollout.stream import Row, Stream, StreamLimits
 from fp8core.run.batches import token_batch
 from fp8core.run.context import RunContext
 from fp8core.run.resume import behaviour_logprobs, verified_rows
 from fp8core.run.rollouts import answers, check_episodes, row_tables, stored_endings
-from fp8core.run.stream_writer import StreamPrompts, StreamWriter, chunk_together, opened_stream, table_in_flight
+from fp8core.run.stream_writer import StreamPrompts, StreamWriter, chunk_together, open_stream, table_in_flight
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS
 from fp8core.training.trainer import LogprobError, first_differing
@@ -44,12 +44,12 @@ def rollout(
     episode ended before the policy's first turn, or by a failure of the environment."""
     store = run.store
     config = run.config
-    given = {} if prompts is None else {index: store.get_table(prompts)}
-    source = StreamPrompts(run, given)
+    prompt_tables = {} if prompts is None else {index: store.get_table(prompts)}
+    source = StreamPrompts(run, prompt_tables)
     if stream is None:
-        opened = Stream([], StreamLimits(len(given[index]), 0, None), index - 1)
+        open_rows = Stream([], StreamLimits(len(prompt_tables[index]), 0, None), index - 1)
     else:
-        opened = opened_stream(run, stream, index - 1)
+        open_rows = open_stream(run, stream, index - 1)
 
     def verify(rows: Sequence[Row]) -> None:
         """The verifier may begin while others are generated."""
@@ -57,13 +57,13 @@ def rollout(
         questions = [source.row(index, group) for group in sorted({row.group for row in due})]
         run.verifier.begin(answers(questions, stored_endings(*row_tables(due, config, run.tokenizer))))
 
-    writer = StreamWriter(run, index, source, opened.rows, verify)
-    judged = opened.whole()
-    rows = opened.complete(index, chunk_together(config), writer, source.enter)
-    writer.attach_turns([*rows, *opened.rows])
+    writer = StreamWriter(run, index, source, open_rows.rows, verify)
+    judged_batches = open_rows.whole()
+    rows = open_rows.complete(index, chunk_together(config), writer, source.enter)
+    writer.attach_turns([*rows, *open_rows.rows])
     run.sleep_engine()
     # Before the log-probs are verified: some episode must have a token for that.
-    if index not in judged:
+    if index not in judged_batches:
         check_episodes(run, index, rows)
     numbers = {place: number for number, place in enumerate(sorted({(row.batch, row.group) for row in rows}))}
     rows = [replace(row, group=numbers[row.batch, row.group]) for row in rows]
@@ -75,28 +75,28 @@ def rollout(
         return outputs
     return outputs | {
         "prompts": store.put_table("prompts", source.table([*numbers])),
-        "left": store.put_table("stream", table_in_flight(run, opened.rows)),
+        "left": store.put_table("stream", table_in_flight(run, open_rows.rows)),
         "behaviour": store.put_table("behaviour", behaviour_table(run, index, rollouts, rows)),
     }
 
 
 def behaviour_table(run: RunContext, index: int, rollouts: pa.Table, rows: Sequence[Row]) -> pa.Table:
     """Raises LogprobError: the loss takes the rollout's log-probs as they are, and one of these is not equal."""
-    chosen = verified_rows(run, index, padded(rollouts["written"], torch.bool, False))
-    versions = pad([rows[i].versions for i in chosen], torch.int64, -1)
-    taken = rollouts.take(chosen)
-    scored = behaviour_logprobs(run, token_batch(taken), versions)
+    rows_to_verify = verified_rows(run, index, pad_column(rollouts["written"], torch.bool, False))
+    versions = pad([rows[i].versions for i in rows_to_verify], torch.int64, -1)
+    sample_table = rollouts.take(rows_to_verify)
+    score = behaviour_logprobs(run, token_batch(sample_table), versions)
     if run.config.logprobs.source == "rollout":
-        for row, ours in zip(taken.to_pylist(), scored[0], strict=True):
+        for row, ours in zip(sample_table.to_pylist(), score[0], strict=True):
             theirs = torch.tensor(row["logprobs"])
             policy_mask = torch.tensor(row["written"])
             if differing := first_differing(theirs, ours[: len(theirs)], policy_mask):
                 raise LogprobError(f"group {row['group']}, sample {row['sample']}, {differing}; no update was begun")
     lengths = (versions >= 0).sum(dim=1).numpy()
     columns = {
-        "group": pa.array([rows[i].group for i in chosen], pa.int32()),
-        "sample": pa.array([rows[i].sample for i in chosen], pa.int32()),
-        "logprobs": column(scored[0], lengths),
-        "entropy": column(scored[1], lengths),
+        "group": pa.array([rows[i].group for i in rows_to_verify], pa.int32()),
+        "sample": pa.array([rows[i].sample for i in rows_to_verify], pa.int32()),
+        "logprobs": column(score[0], lengths),
+        "entropy": column(score[1], lengths),
     }
     return pa.table(columns, schema=LOGPROBS)

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from fp8core.config.section import Section
 from fp8core.rl.advantages import overlong_penalty
-from fp8core.rl.batch import padded
+from fp8core.rl.batch import pad_column
 from fp8core.run.context import StepContext
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import REWARDS, scores_of
@@ -36,19 +36,19 @@ class ShapeOptions(Section):
 def shape(run: StepContext, index: int, options: ShapeOptions, rollouts: Ref, rewards: Ref) -> dict[str, Ref]:
     """Lengths are of what the policy wrote. Completions that were cut off may leave loss and baseline."""
     store = run.store
-    table = shaped(store.get_table(rollouts), store.get_table(rewards), options)
+    table = shape_rewards(store.get_table(rollouts), store.get_table(rewards), options)
     return {"shaped": store.put_table("rewards", table)}
 
 
-def shaped(rollouts: pa.Table, rewards: pa.Table, options: ShapeOptions) -> pa.Table:
-    lengths = padded(rollouts["written"], torch.bool, False).sum(dim=1)
+def shape_rewards(rollouts: pa.Table, rewards: pa.Table, options: ShapeOptions) -> pa.Table:
+    lengths = pad_column(rollouts["written"], torch.bool, False).sum(dim=1)
     penalties = overlong_penalty(lengths, options.max_length, options.buffer, options.penalty).tolist()
-    dropped = [options.drop_cut_off and finish == "length" for finish in rollouts["finish"].to_pylist()]
+    cut_off = [options.drop_cut_off and finish == "length" for finish in rollouts["finish"].to_pylist()]
     scores = scores_of(rewards).to_pylist()
     schema = rewards.schema
     rows = [
         {**row, "reward": row["reward"] + penalty, "keep": row["keep"] and not drop, "score": score}
-        for row, penalty, drop, score in zip(rewards.to_pylist(), penalties, dropped, scores, strict=True)
+        for row, penalty, drop, score in zip(rewards.to_pylist(), penalties, cut_off, scores, strict=True)
     ]
     return pa.Table.from_pylist(
         rows, schema=schema if "score" in schema.names else schema.append(REWARDS.field("score"))

@@ -7,7 +7,7 @@ from fp8core.config.steps import NoOptions
 from fp8core.rollout.stream import chunks_of, run_ahead
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import check_episodes
-from fp8core.run.stream_writer import StreamPrompts, StreamWriter, opened_stream, table_in_flight
+from fp8core.run.stream_writer import StreamPrompts, StreamWriter, open_stream, table_in_flight
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -22,19 +22,19 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
 
     `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it."""
     store = run.store
-    opened = opened_stream(run, left, index)
+    open_rows = open_stream(run, left, index)
     source = StreamPrompts(run)
-    written = StreamWriter(run, index, source, opened.rows)
-    judged = opened.whole()
-    schedule = chunks_ahead(run, index, lambda: written.has_more(opened.rows))
-    chunks = run_ahead(opened, index - 1, schedule, written, source.enter)
-    written.attach_turns(opened.rows)
+    writer = StreamWriter(run, index, source, open_rows.rows)
+    judged_batches = open_rows.whole()
+    schedule = chunks_ahead(run, index, lambda: writer.has_more(open_rows.rows))
+    chunks = run_ahead(open_rows, index - 1, schedule, writer, source.enter)
+    writer.attach_turns(open_rows.rows)
     # A run cannot play again those of a stored stream. One prompt may well fail, so only whole steps are judged.
-    for batch in opened.whole():
-        if batch not in judged:
-            check_episodes(run, index, [row for row in opened.rows if row.batch == batch])
+    for batch in open_rows.whole():
+        if batch not in judged_batches:
+            check_episodes(run, index, [row for row in open_rows.rows if row.batch == batch])
     return {
-        "next_stream": store.put_table("stream", table_in_flight(run, opened.rows)),
+        "next_stream": store.put_table("stream", table_in_flight(run, open_rows.rows)),
         "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),
     }
 
@@ -46,22 +46,22 @@ def chunks_ahead(run: RunContext, index: int, has_more: Callable[[], bool]) -> I
         return itertools.repeat(None)
     if pipeline.ahead_tokens is not None:
         return chunks_of(pipeline.ahead_tokens, pipeline.chunk_tokens)
-    stored = {ref.kind: ref for ref in (run.replayed or run.directory.ledger).artifacts(index).values()}
-    if "schedule" in stored:
-        chunks: list[int] = run.store.get_json(stored["schedule"])["chunks"]
+    refs = {ref.kind: ref for ref in (run.replayed or run.directory.ledger).artifacts(index).values()}
+    if "schedule" in refs:
+        chunks: list[int] = run.store.get_json(refs["schedule"])["chunks"]
         return chunks
-    return _until_updated(run, index, has_more)
+    return _chunks_until_update(run, index, has_more)
 
 
-def _until_updated(run: RunContext, index: int, has_more: Callable[[], bool]) -> Iterator[int]:
-    updated = run.graph.carries["policy"]
-    chunks = until_halted(run)
+def _chunks_until_update(run: RunContext, index: int, has_more: Callable[[], bool]) -> Iterator[int]:
+    policy_artifact = run.graph.carries["policy"]
+    chunks = chunks_until_halt(run)
     yield run.config.pipeline.chunk_tokens
-    while updated not in run.directory.ledger.artifacts(index) or has_more():
+    while policy_artifact not in run.directory.ledger.artifacts(index) or has_more():
         yield next(chunks)
 
 
-def until_halted(run: RunContext) -> Iterator[int]:
+def chunks_until_halt(run: RunContext) -> Iterator[int]:
     while True:
         run.check_halted()
         yield run.config.pipeline.chunk_tokens

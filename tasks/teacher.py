@@ -18,7 +18,7 @@ def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> d
     store = run.store
     settings = run.config.loss.distillation
     table = store.get_table(rollouts, SCORED_COLUMNS)
-    scored = run.workers.teacher.logprobs(token_batch(table), run.config.rollout.temperature, ())
+    score = run.workers.teacher.logprobs(token_batch(table), run.config.rollout.temperature, ())
     run.workers.teacher.rest()
     checkpoint = {
         "model": settings.teacher,
@@ -26,6 +26,6 @@ def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> d
         "weights_digest": run.workers.teacher_digest,
     }
     return {
-        "teacher": store.put_table("logprobs", logprob_table(table, scored)),
+        "teacher": store.put_table("logprobs", logprob_table(table, score)),
         "teacher_checkpoint": store.put_json("teacher_checkpoint", checkpoint),
     }

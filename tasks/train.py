@@ -8,7 +8,7 @@ import torch
 
 from fp8core.alignment.bounds import ratio_holds_age
 from fp8core.config.steps import NoOptions
-from fp8core.rl.batch import RolloutBatch, padded
+from fp8core.rl.batch import RolloutBatch, pad_column
 from fp8core.rl.objective import row_advantages
 from fp8core.run.batches import (
     UPDATE_COLUMNS,
@@ -61,19 +61,19 @@ def train(
     if logprobs is not None:
         return stored_update(run, trainer.step(batch, temperature, layers), batch, table)
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
-    sampled = config.logprobs.source == "rollout"
-    if sampled:
+    takes_rollout = config.logprobs.source == "rollout"
+    if takes_rollout:
         keys = enumerate(keys_of(table))
-        compared = compared_rows(config, index, batch.policy_mask).tolist()
-        audited = {row: f"group {group}, sample {sample}" for row, (group, sample) in keys if compared[row]}
-        batch = replace(batch, audited=audited)
-        if versions and (older := padded(table["versions"], torch.int64, version) < version).any():
+        compared_mask = compared_rows(config, index, batch.policy_mask).tolist()
+        audit_labels = {row: f"group {group}, sample {sample}" for row, (group, sample) in keys if compared_mask[row]}
+        batch = replace(batch, audited=audit_labels)
+        if versions and (older := pad_column(table["versions"], torch.int64, version) < version).any():
             batch = replace(batch, stale_mask=older)
-    report, scored = trainer.scored_step(batch, temperature, layers)
-    if sampled:
-        scored = replace(scored, logprobs=torch.where(batch.fresh_mask, batch.rollout_logprobs, scored.logprobs))
-    scored_batch = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=scored.logprobs)
-    return stored_update(run, report, scored_batch, table) | stored_scores(run, version, table, scored)
+    report, score = trainer.scored_step(batch, temperature, layers)
+    if takes_rollout:
+        score = replace(score, logprobs=torch.where(batch.fresh_mask, batch.rollout_logprobs, score.logprobs))
+    scored_batch = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=score.logprobs)
+    return stored_update(run, report, scored_batch, table) | stored_scores(run, version, table, score)
 
 
 def update_batch(
@@ -85,7 +85,7 @@ def update_batch(
     if "turns" in tables:
         batch = replace(batch, observation_mask=observation_mask(rollouts, tables["turns"], batch.policy_mask.shape[1]))
     if "teacher" in tables:
-        batch = replace(batch, teacher_logprobs=padded(tables["teacher"]["logprobs"], torch.float32, 0.0))
+        batch = replace(batch, teacher_logprobs=pad_column(tables["teacher"]["logprobs"], torch.float32, 0.0))
     return batch
 
 

@@ -111,7 +111,7 @@ def _counts(view: "RunView", findings: "list[Finding]") -> dict[str, float]:
     return {
         "steps": len(view.steps),
         "artifacts": len(named) - len(absent),
-        "removed": sum(named[uri] in view.removed for uri in absent),
+        "removed": sum(named[uri] in view.removed_digests for uri in absent),
         "errors": sum(finding.severity == "error" for finding in findings),
         "notes": sum(finding.severity == "note" for finding in findings),
     }
@@ -224,8 +224,8 @@ def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
     return "\n".join(
         [
             f"artifacts.keep: {'every step' if keep is None else keep.model_dump_json(exclude_none=True)}",
-            f"steps kept:     {spans(removal.kept) or 'none'}",
-            f"steps dropped:  {spans(removal.dropped) or 'none'}",
+            f"steps kept:     {spans(removal.remaining_steps) or 'none'}",
+            f"steps dropped:  {spans(removal.dropped_steps) or 'none'}",
             *(f"bytes of {kind}: {size:,}" for kind, size in sorted(sizes.items())),
             *(printable(each.uri) for each in removal.files),
         ]

@@ -114,7 +114,7 @@ class Backlog:
 
 def publish_description(run: RunContext, tracker: Tracker) -> None:
     bounds, config = stop_bounds(run.config), public_dump(run.config)
-    tracker.start(leaves(config) | bounds.described())
+    tracker.start(leaves(config) | bounds.description())
     tags = {
         "alignment_contract": bounds.contract,
         "alignment_bounds": bounds.summary,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fp8core import durable
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.store.layout import LEDGER, LOCK
-from fp8core.store.lock import is_held
+from fp8core.store.lock import has_owner
 
 RECORD = "tracking.json"
 RunOutcome = Literal["FINISHED", "FAILED", "KILLED"]
@@ -108,7 +108,7 @@ def mark_dead(runs: Path, uri: str) -> None:
             known = None if record is None else record.mlflow
             if record is None or known is None or known.told or known.uri != without_passwords(uri):
                 continue
-            if not is_held(folder / LOCK):
+            if not has_owner(folder / LOCK):
                 _mark(folder, record, known.run_id, uri)
 
 

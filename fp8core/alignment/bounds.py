@@ -76,7 +76,7 @@ class StopBounds:
         limits = {name: int(limit) if limit.is_integer() else limit for name, limit in self.limits.items()}
         return {name: limits.get(name, "none") for name in BOUNDED} | {"patience": self.patience, "action": self.action}
 
-    def described(self) -> dict[str, str]:
+    def description(self) -> dict[str, str]:
         shown = {n: f"{value:g}" if isinstance(value, float) else str(value) for n, value in self.settings().items()}
         return {f"alignment.stop.{name}": f"{value} ({self.sources[name]})" for name, value in shown.items()}
 

@@ -11,7 +11,7 @@ import torch
 
 from fp8core.metric import Metric
 from fp8core.rewards.scorer import Key
-from fp8core.rl.batch import padded
+from fp8core.rl.batch import pad_column
 from fp8core.store.tables import key_of
 
 _COUNTS = {
@@ -82,7 +82,7 @@ def mismatch_by_turn(
     rows: Mapping[Key, int],
 ) -> dict[str, float]:
     """By turns 1, 2 to 3, 4 to 7, ... of episodes."""
-    sampled, trained = (padded(table["logprobs"], torch.float32, 0.0) for table in (rollouts, logprobs))
+    sampled, trained = (pad_column(table["logprobs"], torch.float32, 0.0) for table in (rollouts, logprobs))
     apart = (sampled.double() - trained.double()).abs()
     differ = sampled.view(torch.int32) != trained.view(torch.int32)
     largest = dict[str, float]()

@@ -7,7 +7,7 @@ import pyarrow.compute as pc
 import torch
 
 from fp8core.metric import Column, Curve, Metric
-from fp8core.rl.batch import padded
+from fp8core.rl.batch import pad_column
 
 LENGTH = Metric(
     "rollout/length_mean",
@@ -62,9 +62,9 @@ STREAM_COLUMNS = ["batch", "group", "finish", "tokens", "ended", "written"]
 
 
 def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
-    policy_mask = padded(rollouts["written"], torch.bool, False)
+    policy_mask = pad_column(rollouts["written"], torch.bool, False)
     lengths = policy_mask.sum(dim=1).double()
-    entropy = padded(logprobs["entropy"], torch.float64, 0.0)
+    entropy = pad_column(logprobs["entropy"], torch.float64, 0.0)
     return {
         LENGTH.name: float(lengths.mean()),
         LENGTH_MAX.name: float(lengths.max()),

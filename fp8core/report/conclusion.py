@@ -19,7 +19,7 @@ from fp8core.report.chart import counted, format_tmpe, short, three_decimals
 from fp8core.report.diagnosis import Diagnosis, Evidence, diagnosis, run_commands
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import EDGE_STEPS, Learning, compared_tokens, edge_steps, first_steps, last_steps
-from fp8core.rl.alignment_metrics import COMPARED, TMPE, TOKENS_DIFFERING
+from fp8core.rl.alignment_metrics import COMPARED_TOKENS, TMPE, TOKENS_DIFFERING
 from fp8core.store.ledger import START, BoundEntry
 from fp8core.store.metrics import HELDOUT, History, series
 
@@ -123,7 +123,9 @@ def agreement(history: History, why: str | None = None) -> str:
 
 def token_mean(history: History, metric: str) -> float | None:
     """The mean over all compared tokens of a metric of a step; None where no step has both."""
-    measured = [(row[metric], row[COMPARED.name]) for row in history if metric in row and row.get(COMPARED.name)]
+    measured = [
+        (row[metric], row[COMPARED_TOKENS.name]) for row in history if metric in row and row.get(COMPARED_TOKENS.name)
+    ]
     if not measured:
         return None
     return sum(value * tokens for value, tokens in measured) / sum(tokens for _, tokens in measured)

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from fp8core.metrics.reward import REWARD, SIGNAL
 from fp8core.metrics.rollout import TOKENS
-from fp8core.rl.alignment_metrics import COMPARED, TMPE, TOKENS_DIFFERING
+from fp8core.rl.alignment_metrics import COMPARED_TOKENS, TMPE, TOKENS_DIFFERING
 from fp8core.store.metrics import HELDOUT, History, Interval, series
 
 REPORT = "report.html"
@@ -30,8 +30,8 @@ class ComparedTokens(NamedTuple):
 
 
 def compared_tokens(history: History) -> ComparedTokens:
-    rows = [row for row in history if COMPARED.name in row]
-    count, written = (int(sum(row.get(name, 0.0) for row in rows)) for name in (COMPARED.name, TOKENS.name))
+    rows = [row for row in history if COMPARED_TOKENS.name in row]
+    count, written = (int(sum(row.get(name, 0.0) for row in rows)) for name in (COMPARED_TOKENS.name, TOKENS.name))
     return ComparedTokens(count, min(1.0, count / written) if written else 1.0)
 
 

@@ -131,4 +131,4 @@ def run_settings(run: RunData, config: RunConfig | None) -> dict[str, str]:
     content: Mapping[str, Any] = run.view.description.config if config is None else public_dump(config)
     settings = {key: json.dumps(value) for key, value in leaves({**content, "steps": run.requested}).items()}
     bounds = stored_bounds(config)
-    return settings if bounds is None else settings | bounds.described()
+    return settings if bounds is None else settings | bounds.description()

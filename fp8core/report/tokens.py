@@ -49,7 +49,7 @@ def newest_tokens(view: RunView, names: tuple[str, str], missing: list[str]) -> 
 
 
 def was_removed(view: RunView, ref: Ref) -> bool:
-    return ref.digest in view.removed and not (view.folder / ref.uri).exists()
+    return ref.digest in view.removed_digests and not (view.folder / ref.uri).exists()
 
 
 def unread(what: str, step: int, error: ArtifactError, folder: Path) -> str:

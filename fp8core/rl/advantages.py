@@ -37,10 +37,10 @@ class Groups:
         # Relative to the group's smallest reward, equal rewards are exact zeros, and so are their mean and spread.
         infinity = torch.full_like(rewards, torch.inf, dtype=torch.float64)
         lowest = infinity.scatter_reduce(0, index, torch.where(baseline_mask, rewards.double(), torch.inf), "amin")
-        shifted = torch.where(baseline_mask, rewards.double() - lowest[index], 0.0)
+        shifted_rewards = torch.where(baseline_mask, rewards.double() - lowest[index], 0.0)
         count = _group_sum(baseline_mask.double(), index)
-        mean = _group_sum(shifted, index) / count.clamp_min(1)
-        return cls(index, baseline_mask, count, torch.where(baseline_mask, shifted - mean, 0.0))
+        mean = _group_sum(shifted_rewards, index) / count.clamp_min(1)
+        return cls(index, baseline_mask, count, torch.where(baseline_mask, shifted_rewards - mean, 0.0))
 
     @property
     def minus_others(self) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8core.metric import Column, Curve, Metric
 
-COMPARED = Metric("alignment/tokens", "unmasked")
+COMPARED_TOKENS = Metric("alignment/tokens", "unmasked")
 # NeMo RL judges its nightly runs by 1.05 in BF16 and 1.1 in FP8, and calls KL errors below 1e-3 acceptable
 # (docs/guides/grpo.md and docs/adding-new-models.md there).
 TMPE = Metric(
@@ -67,7 +67,11 @@ ESS = Metric(
     numbers={"effective sample size, smallest": "min"},
 )
 _SHARE = Curve(
-    "alignment", "Tokens that differ", y_label="share that is not bit-equal", over=COMPARED.name, include=(0.0, 1.0)
+    "alignment",
+    "Tokens that differ",
+    y_label="share that is not bit-equal",
+    over=COMPARED_TOKENS.name,
+    include=(0.0, 1.0),
 )
 TOKENS_DIFFERING = Metric(
     "alignment/tokens_differing",
@@ -91,7 +95,7 @@ METRICS = (
     ESS,
     Metric("alignment/logprob_abs_diff", "`mean |d|`; as slime", ideal=0.0),
     Metric("alignment/abs_diff_p99", "`nearest rank of |d|`", ideal=0.0),
-    COMPARED,
+    COMPARED_TOKENS,
     TOKENS_DIFFERING,
     Metric("alignment/logprob_abs_diff_max", "`max |d|`; as slime", ideal=0.0, curve=_WORST),
 )
@@ -143,20 +147,20 @@ def alignment_metrics(training: Tensor, rollout: Tensor, mask: Tensor, cap: floa
     training = training[mask].double().cpu()
     rollout = rollout[mask].double().cpu()
     d = training - rollout
-    ranked = _ranked(d)
-    bounded = clamp_exponent(ranked)
-    sizes = _ranked(ranked.abs())
-    w = bounded.exp()
-    truncated = w.clamp(max=cap)
+    differences = _ascending(d)
+    exponents = clamp_exponent(differences)
+    sizes = _ascending(differences.abs())
+    w = exponents.exp()
+    truncated_weights = w.clamp(max=cap)
     differing = training.float().view(torch.int32) != rollout.float().view(torch.int32)
     return {
         "tokens": float(d.numel()),
         "tokens_differing": float(differing.sum()),
-        "token_mult_prob_error": _mean(bounded.abs().exp()),
-        "kl": _mean(k1(ranked)),
-        "k3_kl": _mean(k3(bounded)),
+        "token_mult_prob_error": _mean(exponents.abs().exp()),
+        "kl": _mean(k1(differences)),
+        "k3_kl": _mean(k3(exponents)),
         "sampling_importance_ratio": _mean(w),
-        "ess": (truncated.mean().square() / truncated.square().mean()).item(),
+        "ess": (truncated_weights.mean().square() / truncated_weights.square().mean()).item(),
         "logprob_abs_diff": _mean(sizes),
         "logprob_abs_diff_max": sizes[-1].item(),
         "abs_diff_p99": sizes[math.ceil(0.99 * len(sizes)) - 1].item(),
@@ -178,7 +182,7 @@ def _check(training: Tensor, rollout: Tensor, mask: Tensor) -> None:
             raise ValueError(f"{side} log-prob at row {row}, position {position} is {value}, and it is not masked")
 
 
-def _ranked(values: Tensor) -> Tensor:
+def _ascending(values: Tensor) -> Tensor:
     """FP64 values [N] in ascending order: sums over them do not depend on the order of the rows."""
     # Several times as fast as torch's sort, which also finds out where each value was.
     return torch.from_numpy(np.sort(values.numpy()))
@@ -196,7 +200,7 @@ def _by_position(d: Tensor, lengths: Tensor) -> dict[str, float]:
         inside = positions >= start if stop is None else (positions >= start) & (positions < stop)
         if inside.any():
             name = f"token_mult_prob_error_pos_{start}_{'up' if stop is None else stop - 1}"
-            result[name] = _mean(clamp_exponent(_ranked(d[inside])).abs().exp())
+            result[name] = _mean(clamp_exponent(_ascending(d[inside])).abs().exp())
     return result
 
 

@@ -49,8 +49,8 @@ class TokenBatch:
         starts = torch.tensor([len(prompt) for prompt in prompts])[:, None]
         assert int(starts.min()) > 0, "an empty prompt"
         valid = columns < lengths
-        recorded = None if experts is None else _pad_experts(experts, tokens.shape[1])
-        return cls(tokens, valid, valid & (columns >= starts), recorded)
+        routes = None if experts is None else _pad_experts(experts, tokens.shape[1])
+        return cls(tokens, valid, valid & (columns >= starts), routes)
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[Sequence[int]]) -> "TokenBatch":
@@ -171,7 +171,7 @@ def length_mask(rows: Sequence[Sequence[int] | Sequence[float]]) -> Tensor:
     return torch.arange(max(len(row) for row in rows)) < torch.tensor([len(row) for row in rows])[:, None]
 
 
-def padded(column: pa.ChunkedArray, dtype: torch.dtype, value: float) -> Tensor:
+def pad_column(column: pa.ChunkedArray, dtype: torch.dtype, value: float) -> Tensor:
     """A column of lists of numbers or of truth values, right-padded to [rows, longest]: `batch.pad` of its rows."""
     lists = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     values = lists.flatten()
@@ -198,21 +198,23 @@ def routes(column: pa.ChunkedArray) -> list[Tensor]:
 
 def routes_column(rows: Sequence[Tensor]) -> pa.ChunkedArray:
     """Experts of rollouts (`rollout.engine.Completion`) as a column of lists of lists of lists, a chunk a row."""
-    return pa.chunked_array([_nested(row) for row in rows], pa.list_(pa.list_(pa.list_(pa.int16()))))
+    return pa.chunked_array([_layer_lists(row) for row in rows], pa.list_(pa.list_(pa.list_(pa.int16()))))
 
 
 def _routes(row: pa.ListArray) -> Tensor:
     layers = row.flatten()
-    chosen = layers.flatten()
-    experts = chosen.flatten()
-    missing = row.null_count + layers.null_count + chosen.null_count + experts.null_count
+    positions = layers.flatten()
+    experts = positions.flatten()
+    missing = row.null_count + layers.null_count + positions.null_count + experts.null_count
     assert missing == 0, "the experts of a position are missing"
-    shape = len(layers), len(chosen) // len(layers), len(experts) // len(chosen)
+    shape = len(layers), len(positions) // len(layers), len(experts) // len(positions)
     return torch.tensor(experts.to_numpy(zero_copy_only=False), dtype=torch.int16).view(shape)
 
 
-def _nested(row: Tensor) -> pa.ListArray:
+def _layer_lists(row: Tensor) -> pa.ListArray:
     positions, layers, k = row.shape
-    chosen = pa.ListArray.from_arrays(np.arange(positions * layers + 1, dtype=np.int32) * k, row.numpy().reshape(-1))
-    by_layer = pa.ListArray.from_arrays(np.arange(positions + 1, dtype=np.int32) * layers, chosen)
+    position_experts = pa.ListArray.from_arrays(
+        np.arange(positions * layers + 1, dtype=np.int32) * k, row.numpy().reshape(-1)
+    )
+    by_layer = pa.ListArray.from_arrays(np.arange(positions + 1, dtype=np.int32) * layers, position_experts)
     return pa.ListArray.from_arrays(np.array([0, positions], dtype=np.int32), by_layer)

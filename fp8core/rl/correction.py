@@ -122,10 +122,10 @@ def correct(rule: CorrectionConfig, training: Tensor, rollout: Tensor, mask: Ten
     d = log_ratio(training, rollout, mask)
     # d is not clamped here.
     catastrophic = torch.zeros_like(mask) if rule.veto is None else mask & (d < math.log(rule.veto))
-    vetoed = catastrophic.any(dim=1)
-    accepted = mask & ~vetoed[:, None]
+    vetoed_rows = catastrophic.any(dim=1)
+    accepted_mask = mask & ~vetoed_rows[:, None]
     for test in rule.filters:
-        accepted = accepted & passes(test, d, mask)
+        accepted_mask = accepted_mask & passes(test, d, mask)
     weights = raw = raw_weights(rule.weighting, d, mask)
     inside = within_bounds(rule.weighting, raw, mask)
     match rule.weighting.action:
@@ -136,23 +136,23 @@ def correct(rule: CorrectionConfig, training: Tensor, rollout: Tensor, mask: Ten
         case "band":
             weights = torch.where(inside, raw, 0.0)
         case "mask":
-            accepted = accepted & inside
-    weights = torch.where(accepted, weights, 0.0)
-    factor = float(weights.sum() / accepted.sum().clamp_min(1)) if rule.normalise == "token" else 1.0
+            accepted_mask = accepted_mask & inside
+    weights = torch.where(accepted_mask, weights, 0.0)
+    factor = float(weights.sum() / accepted_mask.sum().clamp_min(1)) if rule.normalise == "token" else 1.0
     # Weights whose mean is practically 0 are left as they are (verl's bound).
     factor = factor if factor > 1e-8 else 1.0
     metrics = {
-        "masked_fraction": _share(mask & ~accepted, mask),
-        "seq_masked_fraction": _share((mask & ~accepted).any(dim=1), mask.any(dim=1)),
+        "masked_fraction": _share(mask & ~accepted_mask, mask),
+        "seq_masked_fraction": _share((mask & ~accepted_mask).any(dim=1), mask.any(dim=1)),
         "oob_ratio": _share(mask & ~inside, mask),
         "batch_norm_factor": factor,
-        "veto_fraction": _share(vetoed, mask.any(dim=1)),
+        "veto_fraction": _share(vetoed_rows, mask.any(dim=1)),
         "catastrophic_token_fraction": _share(catastrophic, mask),
     }
     return Correction(
         weights=(weights / factor).to(training.dtype),
-        accepted_mask=accepted,
-        loss_mask=accepted if rule.divides_by == "kept" else mask,
+        accepted_mask=accepted_mask,
+        loss_mask=accepted_mask if rule.divides_by == "kept" else mask,
         metrics=metrics,
     )
 

@@ -157,15 +157,15 @@ class MaskedInputs:
 
 
 def loss_output(
-    inputs: LossInputs, terms: Tensor, aggregate: Aggregate, ratio: Tensor, clipped: Tensor | None = None
+    inputs: LossInputs, terms: Tensor, aggregate: Aggregate, ratio: Tensor, clip_mask: Tensor | None = None
 ) -> LossOutput:
-    """The loss of terms [B, T]; `clipped`: bool [B, T], tokens whose gradient the clip removed, or None."""
+    """The loss of terms [B, T]; `clip_mask`: bool [B, T], tokens whose gradient the clip removed, or None."""
     mask = inputs.loss_mask
     tokens = max(inputs.denominator.tokens, 1)
-    lost = torch.zeros_like(mask) if clipped is None else clipped & mask
+    lost_gradients = torch.zeros_like(mask) if clip_mask is None else clip_mask & mask
     return LossOutput(
         loss=aggregate(terms, mask, inputs.denominator),
-        clip_fraction=lost.sum().double() / tokens,
+        clip_fraction=lost_gradients.sum().double() / tokens,
         ratio_mean=torch.where(mask, ratio.detach(), 0.0).sum() / tokens,
     )
 
@@ -175,7 +175,7 @@ def clipped_surrogate(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate)
     clip and the token mean of DAPO (arXiv 2503.14476, eq. 8). w multiplies after clipping (decoupled PPO,
     arXiv 2110.00641). Dual clip (arXiv 1912.09729): where A < 0, the term before w is at most -dual * A."""
     x = MaskedInputs.of(inputs)
-    return _clipped(inputs, clip, aggregate, x, x.log_ratio.exp())
+    return _clipped_loss(inputs, clip, aggregate, x, x.log_ratio.exp())
 
 
 def gspo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
@@ -188,14 +188,16 @@ def gspo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutpu
     lengths = inputs.active_mask.sum(dim=1, keepdim=True).clamp_min(1)
     log_s = (x.current - x.old).detach().sum(dim=1, keepdim=True) / lengths
     log_ratio = torch.where(inputs.active_mask, x.current - x.current.detach() + log_s, 0.0)
-    return _clipped(inputs, clip, aggregate, x, log_ratio.clamp(max=10).exp())
+    return _clipped_loss(inputs, clip, aggregate, x, log_ratio.clamp(max=10).exp())
 
 
-def _clipped(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, x: MaskedInputs, ratio: Tensor) -> LossOutput:
-    unclipped = -x.advantages * ratio
-    clipped = -x.advantages * clip.clip(ratio)
-    terms = torch.maximum(unclipped, clipped)
-    constant = clipped > unclipped
+def _clipped_loss(
+    inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, x: MaskedInputs, ratio: Tensor
+) -> LossOutput:
+    raw_loss = -x.advantages * ratio
+    clipped_loss = -x.advantages * clip.clip(ratio)
+    terms = torch.maximum(raw_loss, clipped_loss)
+    constant = clipped_loss > raw_loss
     if clip.dual is not None:
         ceiling = -clip.dual * x.advantages
         above = (x.advantages < 0) & (terms > ceiling)
@@ -208,8 +210,10 @@ def cispo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutp
     """-w sg(clip(r)) A current: the ratio is clipped, no token's gradient is (CISPO, arXiv 2506.13585, eq. 4 and 5)."""
     x = MaskedInputs.of(inputs)
     ratio = x.log_ratio.exp().detach()
-    clipped = clip.clip(ratio)
-    return loss_output(inputs, -x.weights * clipped * x.advantages * x.current, aggregate, ratio, clipped != ratio)
+    clipped_ratio = clip.clip(ratio)
+    return loss_output(
+        inputs, -x.weights * clipped_ratio * x.advantages * x.current, aggregate, ratio, clipped_ratio != ratio
+    )
 
 
 def reinforce(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
@@ -223,10 +227,10 @@ def binary_tv(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> Loss
     direction (prime-rl, `src/prime_rl/trainer/rl/loss.py`). There `old` is the rollout policy."""
     x = MaskedInputs.of(inputs)
     ratio = x.log_ratio.exp()
-    moved = (x.current.exp() - x.old.exp()).detach()
-    trusted = torch.where(x.advantages > 0, moved <= 0.2, moved >= -0.2)
-    terms = torch.where(trusted, -x.weights * x.advantages * ratio, 0.0) + 1e-3 * x.log_ratio.square()
-    return loss_output(inputs, terms, aggregate, ratio, ~trusted)
+    shift = (x.current.exp() - x.old.exp()).detach()
+    trust_mask = torch.where(x.advantages > 0, shift <= 0.2, shift >= -0.2)
+    terms = torch.where(trust_mask, -x.weights * x.advantages * ratio, 0.0) + 1e-3 * x.log_ratio.square()
+    return loss_output(inputs, terms, aggregate, ratio, ~trust_mask)
 
 
 def reference_penalty(

@@ -75,7 +75,7 @@ MAXIMA = frozenset({"ratio_deviation"})
 """Statistics of `ObjectiveTerms` of which a batch has the largest of its parts', not their sum."""
 
 
-def merged(totals: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:
+def merge_totals(totals: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:
     return {k: max(totals[k], v) if k in MAXIMA else totals[k] + v for k, v in part.items()} if totals else dict(part)
 
 
@@ -91,10 +91,10 @@ class Objective:
         """Raises UserError: an unknown preset, or as `load_loss`."""
         self._rule = correction_rule(correction)
         self._bypass = self._rule.mode == "bypass"
-        shipped = _LOSSES.get(loss.policy)
-        self._policy: PolicyLoss = load_loss(loss.policy, loss.options) if shipped is None else shipped
+        builtin_loss = _LOSSES.get(loss.policy)
+        self._policy: PolicyLoss = load_loss(loss.policy, loss.options) if builtin_loss is None else builtin_loss
         # In bypass mode the ratio holds the whole mismatch: weights of clipped losses would count it twice.
-        self._weighted = not self._bypass or SHIPPED_LOSSES.get(loss.policy, OWN_LOSS).weighted_in_bypass
+        self._has_weights = not self._bypass or SHIPPED_LOSSES.get(loss.policy, OWN_LOSS).weighted_in_bypass
         self._clip = ClipRange(low=loss.clip_low, high=loss.clip_high, dual=loss.dual_clip)
         self._aggregate = AGGREGATIONS[loss.aggregation]
         if loss.length_normaliser is not None:
@@ -110,21 +110,21 @@ class Objective:
         is corrected later, part by part; where that would be another correction, `whole_batch_setting` names why.
         """
         values = {field.name: getattr(batch, field.name) for field in fields(RolloutBatch)}
-        uncorrected = CorrectedBatch(**values, loss_mask=batch.policy_mask & batch.row_mask[:, None])
+        whole_batch = CorrectedBatch(**values, loss_mask=batch.policy_mask & batch.row_mask[:, None])
         if batch.old_logprobs is None:
-            return uncorrected, {}
-        return self._apply_correction(batch.old_logprobs, uncorrected)
+            return whole_batch, {}
+        return self._apply_correction(batch.old_logprobs, whole_batch)
 
     def _apply_correction(self, training: Tensor, batch: CorrectedBatch) -> tuple[CorrectedBatch, dict[str, float]]:
         correction = correct(self._rule, training, batch.rollout_logprobs, batch.loss_mask)
-        corrected = replace(
+        corrected_batch = replace(
             batch,
             loss_mask=correction.loss_mask,
             accepted_mask=correction.accepted_mask,
-            weights=correction.weights if self._weighted else correction.accepted_mask.to(correction.weights.dtype),
+            weights=correction.weights if self._has_weights else correction.accepted_mask.to(correction.weights.dtype),
             row_mask=batch.row_mask & correction.row_mask,
         )
-        return corrected, correction.metrics
+        return corrected_batch, correction.metrics
 
     def __call__(
         self, current: Tensor, batch: CorrectedBatch, denominator: Denominator, entropy: Tensor | None = None
@@ -138,9 +138,9 @@ class Objective:
             entropy: FP32 [b, C], of the distribution of each token; differentiable. For an entropy bonus.
         """
         if batch.old_logprobs is None:
-            uncorrected = batch
+            micro_batch = batch
             batch, _ = self.corrected(replace(batch, old_logprobs=current.detach()))
-            same = torch.equal(batch.loss_mask, uncorrected.loss_mask)
+            same = torch.equal(batch.loss_mask, micro_batch.loss_mask)
             assert same, "the denominator was counted before the correction"
         inputs = self._inputs(current, batch, denominator)
         assert inputs.weights is not None, "_inputs gives weights"
@@ -167,16 +167,16 @@ class Objective:
         old = batch.rollout_logprobs if self._bypass else batch.old_logprobs
         assert old is not None, "old log-probs are given, or those of the call"
         # In bypass mode of the current policy, as verl (`compute_policy_loss_bypass_mode`).
-        corrected = self._apply_correction(current, batch)[0] if self._bypass else batch
-        assert corrected.weights is not None, "corrected() comes first"
+        corrected_batch = self._apply_correction(current, batch)[0] if self._bypass else batch
+        assert corrected_batch.weights is not None, "corrected() comes first"
         return LossInputs(
             current=current,
             old=old,
             advantages=_applied_advantages(batch, self._distillation),
             loss_mask=batch.loss_mask,
             denominator=denominator,
-            weights=corrected.weights,
-            accepted_mask=corrected.accepted_mask,
+            weights=corrected_batch.weights,
+            accepted_mask=corrected_batch.accepted_mask,
         )
 
     def _bonus(self, entropy: Tensor | None, mask: Tensor, denominator: Denominator) -> Tensor | float:
@@ -214,11 +214,11 @@ def row_advantages(batch: RolloutBatch, loss: LossConfig, rule: CorrectionConfig
     assert batch.old_logprobs is not None, "the update was made"
     mask = batch.policy_mask & batch.row_mask[:, None]
     correction = correct(correction_rule(rule), batch.old_logprobs, batch.rollout_logprobs, mask)
-    accepted = correction.accepted_mask
+    accepted_mask = correction.accepted_mask
     values = _applied_advantages(batch, loss.distillation).double()
     if values.dim() == 1:
-        return torch.where(accepted.any(dim=1), values, 0.0)
-    return torch.where(accepted, values, 0.0).sum(dim=1) / accepted.sum(dim=1).clamp_min(1)
+        return torch.where(accepted_mask.any(dim=1), values, 0.0)
+    return torch.where(accepted_mask, values, 0.0).sum(dim=1) / accepted_mask.sum(dim=1).clamp_min(1)
 
 
 def _applied_advantages(batch: RolloutBatch, distillation: DistillationConfig) -> Tensor:

@@ -6,7 +6,7 @@ from fp8core.config.section import suggestion
 from fp8core.config.training import CorrectionConfig, FilterConfig, WeightingConfig
 from fp8core.errors import UserError
 
-_UNWEIGHTED = WeightingConfig(level="none", action="keep")
+_NO_WEIGHTS = WeightingConfig(level="none", action="keep")
 _TOKEN_TIS = WeightingConfig(level="token", action="truncate", high=2.0)
 _SEQUENCE_TIS = WeightingConfig(level="sequence", action="truncate", high=2.0)
 _ICEPOP = WeightingConfig(level="token", action="band", low=0.5, high=5.0)
@@ -15,12 +15,12 @@ _TOKEN = FilterConfig(name="token_k1", low=0.5, high=2.0)
 _K3 = FilterConfig(name="seq_mean_k3", high=0.01)
 
 
-def _rule(weighting: WeightingConfig = _UNWEIGHTED, *filters: FilterConfig) -> CorrectionConfig:
+def _rule(weighting: WeightingConfig = _NO_WEIGHTS, *filters: FilterConfig) -> CorrectionConfig:
     return CorrectionConfig(method="custom", weighting=weighting, filters=list(filters))
 
 
 def _bypass(*filters: FilterConfig) -> CorrectionConfig:
-    return CorrectionConfig(method="custom", weighting=_UNWEIGHTED, filters=list(filters), mode="bypass")
+    return CorrectionConfig(method="custom", weighting=_NO_WEIGHTS, filters=list(filters), mode="bypass")
 
 
 def _trl(level: Literal["token", "sequence"], action: Literal["band", "truncate"]) -> CorrectionConfig:
@@ -48,10 +48,10 @@ PRESETS: dict[str, CorrectionConfig] = {
     "verl/token_is": _rule(_TOKEN_TIS),
     "verl/seq_is": _rule(_SEQUENCE_TIS),
     "verl/token_icepop": _rule(_ICEPOP),
-    "verl/geo_rs": _rule(_UNWEIGHTED, _GEOMETRIC),
+    "verl/geo_rs": _rule(_NO_WEIGHTS, _GEOMETRIC),
     "verl/geo_rs_seq_tis": _rule(_SEQUENCE_TIS, _GEOMETRIC),
     "verl/geo_rs_token_tis": _rule(_TOKEN_TIS, _GEOMETRIC),
-    "verl/k3_rs": _rule(_UNWEIGHTED, _K3),
+    "verl/k3_rs": _rule(_NO_WEIGHTS, _K3),
     "verl/k3_rs_seq_tis": _rule(_SEQUENCE_TIS, _K3),
     "verl/k3_rs_token_tis": _rule(_TOKEN_TIS, _K3),
     "verl/bypass_ppo_clip": _bypass(),

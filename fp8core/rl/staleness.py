@@ -73,8 +73,8 @@ def lag_metrics(
 
 
 def _lag(old: Tensor, rollout: Tensor, mask: Tensor, cap: float) -> dict[str, float]:
-    measured = alignment_metrics(old, rollout, mask, cap)
-    return {name: measured[name] for name in _LAG}
+    metrics = alignment_metrics(old, rollout, mask, cap)
+    return {name: metrics[name] for name in _LAG}
 
 
 def staleness_metrics(ages: Tensor, mask: Tensor) -> dict[str, float]:

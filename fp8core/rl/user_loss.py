@@ -87,21 +87,21 @@ class UserLoss:
             terms = self.function(tokens, self.options)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            raise self._refused(f"{frame.filename}:{frame.lineno}: {described_error(error)}") from error
+            raise self._error(f"{frame.filename}:{frame.lineno}: {described_error(error)}") from error
         shape = tokens.active_mask.shape
         if not (isinstance(terms, Tensor) and terms.shape == shape and terms.is_floating_point()):
             result = f"{terms.dtype} {[*terms.shape]}" if isinstance(terms, Tensor) else type(terms).__name__
-            raise self._refused(f"returned {result}, not floating-point terms {[*shape]}, one for each token")
+            raise self._error(f"returned {result}, not floating-point terms {[*shape]}, one for each token")
         wrong = tokens.active_mask & ~terms.isfinite()
         if wrong.any():
             row, token = wrong.nonzero()[0].tolist()
             value = terms[row, token].item()
-            raise self._refused(f"returned {value} for token {token} of row {row} of its micro-batch")
+            raise self._error(f"returned {value} for token {token} of row {row} of its micro-batch")
         if tokens.current.requires_grad and not terms.requires_grad:
-            raise self._refused("returned terms that do not depend on tokens.current: nothing would be learnt")
+            raise self._error("returned terms that do not depend on tokens.current: nothing would be learnt")
         return terms
 
-    def _refused(self, reason: str) -> UserError:
+    def _error(self, reason: str) -> UserError:
         return UserError(f"loss.policy={self.path}: {reason}")
 
 
@@ -117,10 +117,10 @@ def load_loss(path: str, options: Mapping[str, JsonValue]) -> UserLoss:
         attribute = path.rpartition(":")[2]
         raise UserError(f"loss.policy={path}: {attribute} is not declared with @policy_loss of fp8core.rl.user_loss")
     try:
-        validated = model.model_validate_json(json.dumps(options), strict=True)
+        loss_options = model.model_validate_json(json.dumps(options), strict=True)
     except ValidationError as error:
         raise refusal(error, model, options, prefix="loss.options") from error
-    loss = UserLoss(path, function, validated)
+    loss = UserLoss(path, function, loss_options)
     _try(loss)
     return loss
 

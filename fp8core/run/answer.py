@@ -45,7 +45,7 @@ class Questions:
     temperature: float
     seed: int
     k: Sequence[int]
-    scored: int = 0
+    text_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
     base = build_base(config)
     check_stop_strings(config, base.tokenizer)
     positions = longest_row(config, base.arch)
-    asked = problem_table(questions.problems, config, base.tokenizer, positions).to_pylist()
-    tokens = [row["tokens"] for row in asked]
+    prompts = problem_table(questions.problems, config, base.tokenizer, positions).to_pylist()
+    tokens = [row["tokens"] for row in prompts]
     with ExitStack() as parts:
         pool = None
         if config.environment is not None:
@@ -75,24 +75,24 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
         with closing(build_trainer(config, base.arch, base.tensors, cluster)) as trainer:
             _load(engine, trainer, config, tokens)
         player = EpisodePlayer.of(config, base.tokenizer, base.arch)
-        groups = groups_of(asked, questions.seed, 0, questions.samples)
-        played = player.play(engine, groups, asked, player.evaluation_sampling(questions.temperature), pool)
-        episodes = all_of(played, len(asked) * questions.samples, progress)
-        texts = texts_of(questions.problems[: questions.scored], config, base.tokenizer, positions)
+        groups = groups_of(prompts, questions.seed, 0, questions.samples)
+        batches = player.play(engine, groups, prompts, player.evaluation_sampling(questions.temperature), pool)
+        episodes = all_of(batches, len(prompts) * questions.samples, progress)
+        texts = texts_of(questions.problems[: questions.text_count], config, base.tokenizer, positions)
         answer_logprob = _answer_logprob(engine, config, texts, positions)
-        described = engine.describe()
+        description = engine.describe()
     rollouts, turns = tables_of(episodes, groups, config, base.tokenizer)
     check_outcomes(config, turns)
-    verdicts = [found.verdict for found in score(verifier, asked, stored_endings(rollouts, turns))]
-    measurement = _measured(questions, [one.completion for one in episodes], verdicts)
-    return PrecisionAnswers(measurement, described, failures(config, verdicts), answer_logprob)
+    verdicts = [episode.verdict for episode in score(verifier, prompts, stored_endings(rollouts, turns))]
+    measurement = _measurement(questions, [one.completion for one in episodes], verdicts)
+    return PrecisionAnswers(measurement, description, failures(config, verdicts), answer_logprob)
 
 
 def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:
     batch = TokenBatch.of_prompts(prompts[: config.rollout.prompts_per_step])
     scales = PolicyScales(0, tuple(scales_of(config, trainer.statistics(batch).amax())))
-    shipped = trainer.export()
-    check_report(engine.update(shipped, scales, 0), shipped.digest(), scales, 0)
+    weights = trainer.export()
+    check_report(engine.update(weights, scales, 0), weights.digest(), scales, 0)
     check_formats(engine.describe(), config.precision)
 
 
@@ -101,16 +101,16 @@ def _answer_logprob(engine: RolloutEngine, config: RunConfig, texts: Sequence[Te
     fitting = [text for text in texts if text.answer and len(text.prompt) + len(text.answer) - 1 <= longest]
     probes = [Probe((*text.prompt, *text.answer[:i]), token) for text in fitting for i, token in enumerate(text.answer)]
     size = config.rollout.max_batch
-    found = [engine.score(probes[start : start + size], 1.0)[0] for start in range(0, len(probes), size)]
-    return math.fsum(chain.from_iterable(found)) / len(fitting) if fitting else None
+    logprobs = [engine.score(probes[start : start + size], 1.0)[0] for start in range(0, len(probes), size)]
+    return math.fsum(chain.from_iterable(logprobs)) / len(fitting) if fitting else None
 
 
-def _measured(questions: Questions, completions: list[Completion], verdicts: list[Verdict]) -> Measurement:
+def _measurement(questions: Questions, completions: list[Completion], verdicts: list[Verdict]) -> Measurement:
     by_prompt: dict[int, list[Verdict]] = defaultdict(list)
-    for done, verdict in zip(completions, verdicts, strict=True):
-        by_prompt[done.group].append(verdict)
+    for completion, verdict in zip(completions, verdicts, strict=True):
+        by_prompt[completion.group].append(verdict)
     scores = [
         score_prompt(problem.prompt_id, by_prompt[index], questions.k)
         for index, problem in enumerate(questions.problems)
     ]
-    return measure(scores, [done.length for done in completions], questions.seed)
+    return measure(scores, [completion.length for completion in completions], questions.seed)

@@ -12,7 +12,7 @@ from fp8core.config.run import RunConfig
 from fp8core.numerics.kv_scales import LayerAmax, LayerScales, scale_distance, scales_from_statistics
 from fp8core.rewards.scorer import check_reward
 from fp8core.rl.advantages import ESTIMATORS, Groups, informative
-from fp8core.rl.batch import RolloutBatch, TokenBatch, column, padded, routes, sampled_rows
+from fp8core.rl.batch import RolloutBatch, TokenBatch, column, pad_column, routes, sampled_rows
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import StepContext
 from fp8core.run.rollouts import counts
@@ -64,15 +64,15 @@ def trainer_of_policy(run: StepContext, policy: Ref) -> Trainer:
     return trainer
 
 
-def stored_scores(run: StepContext, version: int, rollouts: pa.Table, scored: ScoredBatch) -> dict[str, Ref]:
+def stored_scores(run: StepContext, version: int, rollouts: pa.Table, score: ScoredBatch) -> dict[str, Ref]:
     store = run.store
     statistics = {
         "version": version,
-        "amax": [vars(layer) for layer in scored.statistics.amax()],
-        "saturated_share": scored.statistics.saturated_share(),
+        "amax": [vars(layer) for layer in score.statistics.amax()],
+        "saturated_share": score.statistics.saturated_share(),
     }
     return {
-        "logprobs": store.put_table("logprobs", logprob_table(rollouts, scored)),
+        "logprobs": store.put_table("logprobs", logprob_table(rollouts, score)),
         "kv_statistics": store.put_json("kv_statistics", statistics),
     }
 
@@ -81,9 +81,9 @@ def compared_rows(config: RunConfig, index: int, policy_mask: Tensor) -> Tensor:
     """bool [rows]: completions whose log-probs under both policies are compared; `policy_mask`: bool [rows, C]."""
     if config.logprobs.source != "rollout":
         return torch.ones(len(policy_mask), dtype=torch.bool)
-    compared = torch.zeros(len(policy_mask), dtype=torch.bool)
-    compared[sampled_rows(policy_mask, config.logprobs.audit_share, f"audit/{config.seed}/{index}")] = True
-    return compared
+    rows = torch.zeros(len(policy_mask), dtype=torch.bool)
+    rows[sampled_rows(policy_mask, config.logprobs.audit_share, f"audit/{config.seed}/{index}")] = True
+    return rows
 
 
 def token_batch(rollouts: pa.Table) -> TokenBatch:
@@ -97,13 +97,13 @@ def policy_batch(rollouts: pa.Table) -> TokenBatch:
     return TokenBatch.of(prompts, completions, experts)
 
 
-def logprob_table(rollouts: pa.Table, scored: ScoredBatch) -> pa.Table:
+def logprob_table(rollouts: pa.Table, score: ScoredBatch) -> pa.Table:
     lengths = pc.list_value_length(rollouts["tokens"]).to_numpy().astype(np.int64)
     columns = {
         "group": rollouts["group"],
         "sample": rollouts["sample"],
-        "logprobs": column(scored.logprobs, lengths),
-        "entropy": column(scored.entropy, lengths),
+        "logprobs": column(score.logprobs, lengths),
+        "entropy": column(score.entropy, lengths),
     }
     return pa.table(columns, schema=LOGPROBS)
 
@@ -125,13 +125,13 @@ def rollout_batch(
     estimator = ESTIMATORS[config.loss.advantage]
     return RolloutBatch(
         sequences=policy_batch(rollouts),
-        policy_mask=padded(rollouts["written"], torch.bool, False),
-        rollout_logprobs=padded(rollouts["logprobs"], torch.float32, 0.0),
-        old_logprobs=padded(old["logprobs"], torch.float32, 0.0) if old is not None else None,
-        reference_logprobs=padded(reference["logprobs"], torch.float32, 0.0) if reference else None,
+        policy_mask=pad_column(rollouts["written"], torch.bool, False),
+        rollout_logprobs=pad_column(rollouts["logprobs"], torch.float32, 0.0),
+        old_logprobs=pad_column(old["logprobs"], torch.float32, 0.0) if old is not None else None,
+        reference_logprobs=pad_column(reference["logprobs"], torch.float32, 0.0) if reference else None,
         advantages=estimator(Groups.of(values, groups, baseline), config.loss.advantage_epsilon).float(),
         row_mask=torch.tensor(rewards["keep"].to_pylist()),
-        centred_rewards=centred(values, groups, baseline).float(),
+        centred_rewards=centred_rewards(values, groups, baseline).float(),
     )
 
 
@@ -157,7 +157,7 @@ def rows_with_signal(rewards: pa.Table, mask: Tensor) -> Tensor:
     return informative(values, torch.tensor(rewards["group"].to_pylist()), mask)
 
 
-def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
+def centred_rewards(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
     """FP64 [B]: rewards minus the mean reward of `rows` in the group of their prompt.
 
     Both are relative to the smallest reward of the group: what rounding leaves of a reward at the mean has the same
@@ -173,7 +173,7 @@ def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
 
 def first_update_mask(rollouts: pa.Table, rewards: pa.Table, config: RunConfig) -> Tensor:
     """Bool [B, C]: tokens whose stored log-probs an update begins with; of several updates, the first one's."""
-    mask = padded(rollouts["written"], torch.bool, False) & torch.tensor(rewards["keep"].to_pylist())[:, None]
+    mask = pad_column(rollouts["written"], torch.bool, False) & torch.tensor(rewards["keep"].to_pylist())[:, None]
     if config.logprobs.source == "rollout":
         for later in minibatches(mask, mask.any(dim=1), config.training.minibatches)[1:]:
             mask[later] = False

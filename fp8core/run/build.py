@@ -45,8 +45,8 @@ def members_node(config: RunConfig) -> Node:
         return this_node(packages_of(config))
     from fp8core.cluster import connection
 
-    shared = engine_entry(config).tensor_parallel(config)
-    return connection.ask_node(config.cluster, shared, wants_gpus(config), packages_of(config))
+    tensor_parallel = engine_entry(config).tensor_parallel(config)
+    return connection.ask_node(config.cluster, tensor_parallel, wants_gpus(config), packages_of(config))
 
 
 def wants_gpus(config: RunConfig) -> bool:
@@ -56,11 +56,11 @@ def wants_gpus(config: RunConfig) -> bool:
 def engine_environment(config: RunConfig, node: Node) -> Environment:
     trainer = trainer_of(config.training).environment(config)
     engine = engine_entry(config).environment(config, node)
-    required = dict(trainer.required)
+    variables = dict(trainer.required)
     if config.warm_start is not None:
         warm = config.model_copy(update={"training": sft_training(config)})
-        required |= trainer_of(warm.training).environment(warm).required
-    return Environment({**required, **engine.required}, {**trainer.suggested, **engine.suggested})
+        variables |= trainer_of(warm.training).environment(warm).required
+    return Environment({**variables, **engine.required}, {**trainer.suggested, **engine.suggested})
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,20 @@ def find_base(config: RunConfig) -> BaseModel:
 
 
 def check_shape(config: RunConfig, arch: Architecture) -> None:
-    kept = config.precision.bf16_first_layers + config.precision.bf16_last_layers
-    if kept > arch.num_layers:
+    outer_layers = config.precision.bf16_first_layers + config.precision.bf16_last_layers
+    if outer_layers > arch.num_layers:
         raise UserError(
-            f"precision.bf16_first_layers + bf16_last_layers = {kept}, but the model has {arch.num_layers} layers"
+            f"precision.bf16_first_layers + bf16_last_layers = {outer_layers}, but the model has {arch.num_layers} "
+            "layers"
         )
     if config.rollout.router_replay and not arch.sparse_layers:
         raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
     refuse(trainer_of(config.training).check_model(config, arch))
     refuse(engine_entry(config).check_model(config, arch))
-    if (asked := config.rollout.max_new_tokens) >= (positions := longest_row(config, arch)):
+    if (new_tokens := config.rollout.max_new_tokens) >= (positions := longest_row(config, arch)):
         raise UserError(
-            f"rollout.max_new_tokens={asked}: no prompt fits beside it into the {positions} positions of model and "
-            "engine; lower it"
+            f"rollout.max_new_tokens={new_tokens}: no prompt fits beside it into the {positions} positions of model "
+            "and engine; lower it"
         )
 
 
@@ -151,18 +152,18 @@ def find_teacher(config: RunConfig, tokenizer: Tokenizer) -> Checkpoint:
     scoring = teacher_config(config)
     assert settings.teacher is not None, "the pipeline was checked"
     key = "loss.distillation.teacher"
-    named = f"{key}={settings.teacher}"
+    setting = f"{key}={settings.teacher}"
     if settings.teacher.startswith("runs/") and not Path(settings.teacher).exists():
         # It has the form of a hub id, but nobody's is called so.
-        raise UserError(f"{named}: no such folder")
+        raise UserError(f"{setting}: no such folder")
     folder = Path(resolve_model(settings.teacher, settings.revision, key=key).folder)
     try:
         checkpoint = find_checkpoint(folder)
         refuse(trainer_of(scoring.training).check_model(scoring, checkpoint.architecture))
     except UserError as error:
-        raise UserError(f"{named}: {error}") from error
+        raise UserError(f"{setting}: {error}") from error
     if tokenizer.vocabulary != checkpoint.tokenizer.vocabulary:
-        raise UserError(f"{named}: it has another vocabulary than the model")
+        raise UserError(f"{setting}: it has another vocabulary than the model")
     return checkpoint
 
 
@@ -196,6 +197,6 @@ def _from_checkpoint(config: RunConfig, model: str) -> BaseModel:
             "warm_start on the chain task's demonstrations is for a model from scratch; for a checkpoint set "
             "warm_start.demonstrations to a file of your own, or warm_start to null"
         )
-    resolved = resolve_model(model, config.revision)
-    checkpoint = find_checkpoint(Path(resolved.folder))
-    return BaseModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, resolved.revision)
+    source = resolve_model(model, config.revision)
+    checkpoint = find_checkpoint(Path(source.folder))
+    return BaseModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, source.revision)

@@ -105,10 +105,10 @@ def _prune(run: RunContext, index: int) -> None:
     folders = checkpoint_folders(run.directory.path)
     older = [*folders][: -(run.config.checkpoint.keep + 1)]
     if run.config.pipeline.reach:
-        reached = [step for step in folders if step <= index - run.config.pipeline.reach]
-        older = [step for step in older if step in reached[:-1]]
+        old_enough = [step for step in folders if step <= index - run.config.pipeline.reach]
+        older = [step for step in older if step in old_enough[:-1]]
     keep = run.config.artifacts.keep
-    kept = set() if keep is None else kept_steps(keep, range(index + 1))
+    kept_numbers = set() if keep is None else kept_steps(keep, range(index + 1))
     for step in older:
-        if step not in kept:
+        if step not in kept_numbers:
             remove_folder(folders[step])

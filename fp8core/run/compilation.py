@@ -105,8 +105,8 @@ def planned_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders) 
     entry = engine_entry(config)
     trainer = trainer_of(config.training)
     products = [*trainer.products(config, arch), *entry.products(config, arch)] if has_deep_gemm() else []
-    multiplied = [product_job(product, folders) for product in shared_out(products)]
-    return [*_operation_jobs(config, arch, folders), *multiplied, *_trainer_jobs(config, arch, folders)]
+    product_jobs = [product_job(product, folders) for product in shared_out(products)]
+    return [*_operation_jobs(config, arch, folders), *product_jobs, *_trainer_jobs(config, arch, folders)]
 
 
 def product_job(product: Product, folders: KernelFolders) -> Job:
@@ -155,8 +155,8 @@ def decode(arch: Architecture, rows: int, groups: Grouping, device: str = "cuda"
     x = zeros(rows, arch.hidden_size)
     norm = zeros(arch.hidden_size)
     head_norm = zeros(arch.head_dim)
-    for added in (None, x):
-        add_norm_row_codes(x, added, norm, arch.rms_norm_eps, groups, flag)
+    for residual in (None, x):
+        add_norm_row_codes(x, residual, norm, arch.rms_norm_eps, groups, flag)
     add_norm(x, x, norm, arch.rms_norm_eps)
     cos, sin = (KERNELS.tables(table).to(device) for table in rotary_tables(arch))
     qkv = zeros(rows, _qkv_width(arch))
@@ -244,8 +244,8 @@ def _zeros(arch: Architecture) -> dict[str, torch.Tensor]:
 
 
 def _scales(config: RunConfig, arch: Architecture) -> Sequence[LayerScales]:
-    scaled = config.precision.training.kv_cache == "fp8"
-    return [LayerScales(1.0, 1.0, 1.0)] * arch.num_layers if scaled else []
+    in_fp8 = config.precision.training.kv_cache == "fp8"
+    return [LayerScales(1.0, 1.0, 1.0)] * arch.num_layers if in_fp8 else []
 
 
 def _batch(config: RunConfig, arch: Architecture, tokens: int) -> TokenBatch:

@@ -99,20 +99,20 @@ def seconds_of(episode: Episode) -> list[float]:
 
 class RecordedPool:
     def __init__(self, turns: pa.Table) -> None:
-        self._recorded: dict[Key, list[Turn | Outcome]] = {}
+        self._recorded_replies: dict[Key, list[Turn | Outcome]] = {}
         for row in turns.to_pylist():
-            self._recorded.setdefault(key_of(row), []).append(_reply(row))
+            self._recorded_replies.setdefault(key_of(row), []).append(_reply(row))
         self._next: dict[Key, Iterator[Turn | Outcome]] = {}
         self._replies = list[Reply]()
 
     def begin(self, episode: Key, task: Task) -> None:
-        if episode not in self._recorded:
-            asked = shorten(task.question, MOST_OF_QUESTION, placeholder="...")
+        if episode not in self._recorded_replies:
+            question = shorten(task.question, MOST_OF_QUESTION, placeholder="...")
             raise NotRecordedError(
-                f'sample {episode[1]} of the prompt "{asked}": the run played no such episode in this step, so no '
+                f'sample {episode[1]} of the prompt "{question}": the run played no such episode in this step, so no '
                 "answers are recorded"
             )
-        self._next[episode] = iter(self._recorded[episode])
+        self._next[episode] = iter(self._recorded_replies[episode])
         self._answer(episode)
 
     def act(self, episode: Key, action: Action) -> None:
@@ -126,23 +126,23 @@ class RecordedPool:
     def rest(self, episode: Key) -> None:
         pass
 
-    def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
+    def wake(self, episode: Key, task: Task, actions: Sequence[Action]) -> bool:
         return episode in self._next
 
     def end(self, episode: Key) -> None:
         self._next.pop(episode, None)
 
     def _answer(self, episode: Key) -> None:
-        ended = Outcome("crashed", detail="nothing was recorded of a turn so late")
-        self._replies.append((episode, next(self._next[episode], ended), 0.0))
+        no_reply = Outcome("crashed", detail="nothing was recorded of a turn so late")
+        self._replies.append((episode, next(self._next[episode], no_reply), 0.0))
 
 
 def _reply(row: Mapping[str, Any]) -> Turn | Outcome:
     info = json.loads(row["info"] or "{}")
     if not row["said"]:
         return Outcome(row["outcome"], row["reward"], row["failed"], row["detail"], info)
-    told = opening_of(row["said"]) if not row["turn"] else Turn(said_of(row["said"]))
-    return replace(told, reward=row["reward"], failed=row["failed"], info=info)
+    reply = opening_of(row["said"]) if not row["turn"] else Turn(said_of(row["said"]))
+    return replace(reply, reward=row["reward"], failed=row["failed"], info=info)
 
 
 def prefix_of_turns(
@@ -177,7 +177,7 @@ class EpisodePlayer:
         self,
         engine: RolloutEngine,
         groups: Sequence[PromptGroup],
-        asked: Sequence[Mapping[str, Any]],
+        prompts: Sequence[Mapping[str, Any]],
         sampling: Sampling,
         pool: Pool | None = None,
         prefixes: Mapping[Key, EpisodePrefix | Episode] = MappingProxyType({}),
@@ -185,7 +185,7 @@ class EpisodePlayer:
         """Whole episodes, as they are over or reach the limit of their groups.
 
         Args:
-            asked: rows of kind `prompts`, of these groups or more.
+            prompts: rows of kind `prompts`, of these groups or more.
             pool: None without an environment: the policy's turn ends each episode.
             prefixes: of `MultiTurn`, of groups that have tokens.
         """
@@ -201,7 +201,7 @@ class EpisodePlayer:
                 f"environment.name={limits.name}: rollout.engine={self.config.rollout.engine} has no open_session, "
                 "which takes requests while others are in flight"
             )
-        rows = {row["group"]: row for row in asked}
+        rows = {row["group"]: row for row in prompts}
         tasks = {
             (group.group, sample): task_of(rows[group.group], seed)
             for group in groups
@@ -216,11 +216,11 @@ class EpisodePlayer:
         )
 
 
-def pool_of(run: StepContext, recorded: Callable[[], pa.Table]) -> Pool | None:
-    """The run's environments, or in a replay its `recorded` turns; None without an environment."""
+def pool_of(run: StepContext, read_turns: Callable[[], pa.Table]) -> Pool | None:
+    """The run's environments, or in a replay its `read_turns` turns; None without an environment."""
     if run.config.environment is None:
         return None
-    return RecordedPool(recorded()) if run.environment is None else run.environment
+    return RecordedPool(read_turns()) if run.environment is None else run.environment
 
 
 def cut_at(completion: Completion, tokenizer: Tokenizer, strings: Sequence[str]) -> Completion:

@@ -44,7 +44,7 @@ class TaskResult:
     """`interval`: when its body ran, perf_counter seconds."""
 
     entry: TaskEntry
-    reused: bool
+    is_reused: bool
     interval: Interval
 
 
@@ -52,18 +52,18 @@ def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[
     """Call a step and commit its outputs, or take what is stored under the same key; errors name the task."""
     torch.set_num_threads(run.config.threads)  # It belongs to a thread.
     key = step_key(run, index, planned, inputs)
-    if (stored := stored_result(run, index, planned, key)) is not None:
-        return stored
+    if (result := stored_result(run, index, planned, key)) is not None:
+        return result
     step = import_step(planned.uses)
     began = time.perf_counter()
-    started = time.time()
+    start_time = time.time()
     with run.console.part(f"step {index}, {planned.name}"), task_errors(index, planned.name):
-        made = step(run, index, planned.options, **inputs)
-        kinds = {port: ref.kind for port, ref in made.items()}
+        step_outputs = step(run, index, planned.options, **inputs)
+        kinds = {port: ref.kind for port, ref in step_outputs.items()}
         if kinds != dict(planned.spec.outputs):
             raise UserError(f"{planned.uses} returned {kinds}, but declares {dict(planned.spec.outputs)}")
-    outputs = {planned.outputs[port]: ref for port, ref in made.items()}
-    return _commit(run, index, planned.name, key, outputs, began, started)
+    outputs = {planned.outputs[port]: ref for port, ref in step_outputs.items()}
+    return _commit(run, index, planned.name, key, outputs, began, start_time)
 
 
 def stored_result(run: RunContext, index: int, planned: PlannedStep, key: str) -> TaskResult | None:
@@ -71,7 +71,7 @@ def stored_result(run: RunContext, index: int, planned: PlannedStep, key: str) -
     if planned.spec.redo and run.trainer.version < index:
         # The trainer does not hold it, whatever is stored. Its inputs were made anew (edited code), and came out equal.
         return None
-    return _stored(run, index, planned.name, key)
+    return _ledger_result(run, index, planned.name, key)
 
 
 def run_start_task(
@@ -79,28 +79,28 @@ def run_start_task(
 ) -> TaskResult:
     """As `run_step`, for work before the first step. `parts`: what its outputs are a function of, beside the run."""
     key = _task_key(run, START, name, parts)
-    if (stored := _stored(run, START, name, key)) is not None:
-        return stored
+    if (result := _ledger_result(run, START, name, key)) is not None:
+        return result
     began = time.perf_counter()
-    started = time.time()
+    start_time = time.time()
     with run.console.part(f"step {START}, {name}"), task_errors(START, name):
         outputs = body()
-    return _commit(run, START, name, key, outputs, began, started)
+    return _commit(run, START, name, key, outputs, began, start_time)
 
 
 def finished_steps(run: RunContext, index: int, start: Mapping[str, Ref]) -> list[PlannedStep]:
-    stored = run.directory.ledger.tasks(index)
+    entries = run.directory.ledger.tasks(index)
     artifacts = dict(start)
-    finished = list[PlannedStep]()
+    steps = list[PlannedStep]()
     for planned in run.graph.steps:
-        if planned.name in stored and artifacts.keys() >= set(planned.inputs.values()):
+        if planned.name in entries and artifacts.keys() >= set(planned.inputs.values()):
             inputs = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
-            entry = stored[planned.name]
+            entry = entries[planned.name]
             key = step_key(run, index, planned, inputs)
             if entry.key == key and intact(run, entry.outputs):
                 artifacts |= entry.outputs
-                finished.append(planned)
-    return finished
+                steps.append(planned)
+    return steps
 
 
 def intact(run: RunContext, refs: Mapping[str, Ref]) -> bool:
@@ -128,24 +128,24 @@ def _task_key(run: RunContext, index: int, name: str, parts: Mapping[str, Any]) 
     return hashlib.sha256(canonical_json(content, "key")).hexdigest()
 
 
-def _stored(run: RunContext, index: int, name: str, key: str) -> TaskResult | None:
+def _ledger_result(run: RunContext, index: int, name: str, key: str) -> TaskResult | None:
     began = time.perf_counter()
     entry = run.directory.ledger.tasks(index).get(name)
     if entry is None:
         return None
-    committed = run.directory.ledger.step(index) is not None
-    if committed or (entry.key == key and intact(run, entry.outputs)):
-        return TaskResult(entry, reused=True, interval=(began, time.perf_counter()))
+    is_committed = run.directory.ledger.step(index) is not None
+    if is_committed or (entry.key == key and intact(run, entry.outputs)):
+        return TaskResult(entry, is_reused=True, interval=(began, time.perf_counter()))
     return None
 
 
 def _commit(
-    run: RunContext, index: int, name: str, key: str, outputs: dict[str, Ref], began: float, started: float
+    run: RunContext, index: int, name: str, key: str, outputs: dict[str, Ref], began: float, start_time: float
 ) -> TaskResult:
     seconds = time.perf_counter() - began
-    entry = TaskEntry(step=index, task=name, key=key, outputs=outputs, started=started, seconds=seconds)
+    entry = TaskEntry(step=index, task=name, key=key, outputs=outputs, started=start_time, seconds=seconds)
     run.directory.ledger.append(entry)
-    return TaskResult(entry, reused=False, interval=(began, time.perf_counter()))
+    return TaskResult(entry, is_reused=False, interval=(began, time.perf_counter()))
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def module_digest(name: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def carried(run: RunContext, index: int) -> dict[str, Ref]:
+def carried_artifacts(run: RunContext, index: int) -> dict[str, Ref]:
     if index == START + 1:
         tasks = run.directory.ledger.tasks(START)
         return {artifact: tasks[CARRIED_FROM[artifact]].outputs[artifact] for artifact in run.graph.carries}
@@ -207,7 +207,7 @@ def history(run: RunContext) -> list[dict[str, float]]:
 def _manifest(run: RunContext, index: int) -> StepManifest:
     tasks = run.directory.ledger.tasks(index)
     outputs = run.directory.ledger.artifacts(index)
-    available = outputs if index == START else {**carried(run, index), **outputs}
+    available = outputs if index == START else {**carried_artifacts(run, index), **outputs}
     policy = available["policy" if index == START else run.graph.carries["policy"]]
     scales = available["scales" if index == START else run.graph.carries["scales"]]
     steps = run.graph.steps if index > START else ()
@@ -235,7 +235,7 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         weights_digest=run.store.get_json(policy)["weights_digest"],
         versions=library_versions(),
     )
-    observed = StepObservations(
+    observations = StepObservations(
         timings={name: entry.seconds for name, entry in tasks.items()},
         hardware=run.machine,
         git=run.git,
@@ -243,13 +243,13 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         cluster={} if run.cluster is None else run.cluster.workers.places(),
         environment=_percentiles(run.reply_seconds.pop(index, [])),
     )
-    return StepManifest(record=record, observed=observed)
+    return StepManifest(record=record, observed=observations)
 
 
 def code_of(run: RunContext, index: int) -> str:
     """The code version that made a step, or makes it."""
-    committed = run.directory.ledger.step(index) is not None
-    return stored_manifest(run, index).record.code_version if committed else run.code_version
+    is_committed = run.directory.ledger.step(index) is not None
+    return stored_manifest(run, index).record.code_version if is_committed else run.code_version
 
 
 def stored_manifest(run: RunContext, index: int) -> StepManifest:

@@ -17,7 +17,7 @@ from fp8core.durable import make_folder, sync_path, write_file
 from fp8core.errors import StoredFileError, UserError, first_line
 from fp8core.numerics.fingerprint import masters_digest
 from fp8core.report.console import Console
-from fp8core.run.execute import carried
+from fp8core.run.execute import carried_artifacts
 from fp8core.run.loop import begin
 from fp8core.run.replay import RunSnapshot, scratch_folder, scratch_run
 from fp8core.store.gc import is_intact
@@ -75,9 +75,9 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
     config = original.config(step)
     with scratch_folder(original.folder, step + 1, config) as folder:
         with scratch_run(config, original, folder, step, console) as run:
-            wanted = carried(run, step + 1)["policy"]
+            policy = carried_artifacts(run, step + 1)["policy"]
             begin(run)
-            if carried(run, step + 1)["policy"] != wanted:
+            if carried_artifacts(run, step + 1)["policy"] != policy:
                 raise UserError(f"run {original.folder.name}: the policy after step {step} cannot be restored equal")
             trainer = run.trainer
             # The warm start names its weights as a whole, Megatron's trainer those of each process.
@@ -112,7 +112,7 @@ def export(
         origin = Origin(
             format=format,
             run=original.folder.name,
-            run_id=original.described.id,
+            run_id=original.description.id,
             step=step,
             weights_digest=policy.weights_digest,
             config_digest=record.config_digest,
@@ -136,13 +136,13 @@ def write_adapter(policy: ExportedPolicy, config: RunConfig, target: Path) -> No
     """Write the adapters as a folder that PEFT loads over the policy after step 0. Raises OSError."""
     lora = config.training.lora
     assert lora is not None, "the format was checked"
-    changed = config.warm_start is not None
+    has_warm_start = config.warm_start is not None
     tensors = {f"base_model.model.{name}": each for name, each in read_tensors(policy.state / MASTERS).items()}
-    described = {
+    adapter_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None if changed else config.model,
-        "revision": None if changed else config.revision,
+        "base_model_name_or_path": None if has_warm_start else config.model,
+        "revision": None if has_warm_start else config.revision,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
@@ -154,7 +154,7 @@ def write_adapter(policy: ExportedPolicy, config: RunConfig, target: Path) -> No
     make_folder(target)
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
     sync_path(target / "adapter_model.safetensors")
-    write_file(target / "adapter_config.json", f"{json.dumps(described, indent=2)}\n".encode())
+    write_file(target / "adapter_config.json", f"{json.dumps(adapter_config, indent=2)}\n".encode())
 
 
 def check_target(target: Path) -> None:
@@ -177,9 +177,9 @@ def _checkpoint(original: RunSnapshot, step: int) -> CheckpointEntry | None:
 
 
 def _check_weights(original: RunSnapshot, step: int, weights_digest: str) -> None:
-    recorded = weights_of(original.ledger, original.store, step)
-    if weights_digest not in recorded:
+    digest = weights_of(original.ledger, original.store, step)
+    if weights_digest not in digest:
         raise StoredFileError(
             f"run {original.folder.name}: the policy after step {step} has weights {weights_digest}, the ledger says "
-            f"{recorded[0]}"
+            f"{digest[0]}"
         )

@@ -9,7 +9,7 @@ from fp8core.evaluation.measure import compared_prompts
 from fp8core.run import start
 from fp8core.run.checkpoint import checkpoint_due, save_state, unsaved_step
 from fp8core.run.context import RunContext
-from fp8core.run.execute import StepError, TaskResult, carried, commit_step, run_step, step_metrics
+from fp8core.run.execute import StepError, TaskResult, carried_artifacts, commit_step, run_step, step_metrics
 from fp8core.run.resume import restore, rewind_to
 from fp8core.store.ledger import START, START_TASKS, BoundEntry
 
@@ -22,7 +22,7 @@ class Execution:
 
     def iterate(self, run: RunContext, index: int) -> dict[str, TaskResult]:
         """All steps of iteration `index`, and its commit."""
-        artifacts = carried(run, index)
+        artifacts = carried_artifacts(run, index)
         results = dict[str, TaskResult]()
         for planned in run.graph.steps:
             ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
@@ -52,9 +52,9 @@ IN_PROCESS = Execution()
 
 def train(run: RunContext, execution: Execution = IN_PROCESS) -> None:
     """Every step that is not committed yet. Raises StepError: among others, when processes were lost too often."""
-    for left in range(run.config.cluster.replacements, -1, -1):
+    for attempts_left in range(run.config.cluster.replacements, -1, -1):
         try:
-            if left < run.config.cluster.replacements:
+            if attempts_left < run.config.cluster.replacements:
                 # Here, where a loss while they are placed counts as one more.
                 run.replace_members()
             _train(run, execution)
@@ -63,7 +63,7 @@ def train(run: RunContext, execution: Execution = IN_PROCESS) -> None:
             # No name holds the error any longer than this block: its frames hold what the step had open.
             if behind(error, MemberLost) is None:
                 raise
-            if not left:
+            if not attempts_left:
                 raise StepError(str(error)) from behind(error, MemberLost)
             run.console.note(f"{error}; all processes are replaced")
 
@@ -132,8 +132,8 @@ def write_checkpoint(run: RunContext, index: int, execution: Execution = IN_PROC
 
 
 def save_last(run: RunContext, execution: Execution = IN_PROCESS) -> None:
-    if (unsaved := unsaved_step(run)) is not None and run.trainer.version == unsaved:
-        write_checkpoint(run, unsaved, execution)
+    if (last_update := unsaved_step(run)) is not None and run.trainer.version == last_update:
+        write_checkpoint(run, last_update, execution)
 
 
 def watch(run: RunContext, execution: Execution = IN_PROCESS) -> None:

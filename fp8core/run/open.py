@@ -47,7 +47,7 @@ from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import LEDGER, shards_of_steps
 from fp8core.store.ledger import START, LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, current_code, git_state, hardware
-from fp8core.store.run_directory import RunDescription, RunDirectory, check_unlocked, read_description
+from fp8core.store.run_directory import RunDescription, RunDirectory, check_no_owner, read_description
 from fp8core.training.lora import frozen_line
 from fp8core.user_code import digest_of_code
 
@@ -56,14 +56,14 @@ from fp8core.user_code import digest_of_code
 def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> Iterator[RunDirectory]:
     """Raises UserError: it is unwritable or in use, or has finished work of another configuration or code."""
     with RunDirectory.create_or_open(config.runs.absolute() / name) as directory:
-        described = directory.description()
-        if described is not None:
-            check_run(described, directory.ledger, config, name, new_code=new_code)
+        description = directory.description()
+        if description is not None:
+            check_run(description, directory.ledger, config, name, new_code=new_code)
         if not directory.ledger.holds_work():
             directory.write_description(public_dump(config), current_code())
-        elif described is None:
+        elif description is None:
             raise UserError(f"{directory.path}: run.json is missing: restore it, or start another run")
-        elif new_code and other_code(described, directory.ledger.last_segment()) is not None:
+        elif new_code and other_code(description, directory.ledger.last_segment()) is not None:
             # A step is made by one code version: the groups that other code finished of it are not continued.
             for folder in shards_of_steps(directory.path):
                 RolloutShards(folder).clear()
@@ -109,12 +109,12 @@ def open_run(
             if (failure := failed_answer(first, config, verifier)) is not None:
                 console.note(failure)
         environment = None
-        described = recorded_environment
+        environment_description = recorded_environment
         if config.environment is not None and replayed is None:
             environment = parts.enter_context(closing(build_environment(config.environment)))
             positions = longest_row(config, base.arch)
             check_opening(list(source.to_check()), config, base.tokenizer, positions, environment, config.seed)
-            described = environment.description
+            environment_description = environment.description
         version = current_code()
         directory.ledger.append(
             SegmentEntry(
@@ -146,7 +146,7 @@ def open_run(
             cluster=cluster,
             loss_source=None if config.loss.policy in SHIPPED_LOSSES else digest_of_code(config.loss.policy)[1],
             environment=environment,
-            environment_description=described,
+            environment_description=environment_description,
             replayed=replayed,
         )
         torch.set_num_threads(config.threads)
@@ -179,8 +179,8 @@ def check_inputs(config: RunConfig) -> None:
         check_same_data(config, ledger, source.digest())
     base = find_base(config)
     # A run that goes on has its warm start behind it, and reads them no more.
-    trained = ledger is not None and "warm_start" in ledger.tasks(START)
-    if config.warm_start is not None and config.warm_start.demonstrations is not None and not trained:
+    has_warm_start = ledger is not None and "warm_start" in ledger.tasks(START)
+    if config.warm_start is not None and config.warm_start.demonstrations is not None and not has_warm_start:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward)) as verifier:
         source = check_data(config, base, source, verifier).source
@@ -223,17 +223,17 @@ def check_template_arguments(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def check_teacher(config: RunConfig, arch: Architecture, teacher: Architecture) -> None:
-    named = f"loss.distillation.teacher={config.loss.distillation.teacher}"
+    setting = f"loss.distillation.teacher={config.loss.distillation.teacher}"
     positions = longest_row(config, arch)
     longest = longest_prompt(config, positions) + config.rollout.max_new_tokens
     if teacher.max_positions < longest:
         raise UserError(
-            f"{named}: it has {teacher.max_positions} positions, and a prompt with its completion may have {longest} "
+            f"{setting}: it has {teacher.max_positions} positions, and a prompt with its completion may have {longest} "
             "tokens; lower data.max_prompt_tokens or rollout.max_new_tokens, or take another teacher"
         )
     if teacher.vocab_size < arch.vocab_size:
         raise UserError(
-            f"{named}: its vocab_size={teacher.vocab_size} is below the model's {arch.vocab_size}, of which every "
+            f"{setting}: its vocab_size={teacher.vocab_size} is below the model's {arch.vocab_size}, of which every "
             "token may be written; take another teacher"
         )
 
@@ -244,8 +244,8 @@ def check_opening(
     """Raises UserError: the environment gives the longest problem no reply, or makes it too long to be a prompt."""
     assert config.environment is not None, "a pool is of an environment"
     problem = max(problems, key=lambda row: len(prompt_text(row, config, tokenizer)[0].encode()))
-    asked = {"messages": messages_of(problem, config), "reference": problem.reference, "columns": problem.columns}
-    pool.begin((0, 0), task_of(asked, sample_seed(seed, 0, 0, 0)))
+    row = {"messages": messages_of(problem, config), "reference": problem.reference, "columns": problem.columns}
+    pool.begin((0, 0), task_of(row, sample_seed(seed, 0, 0, 0)))
     ((_, reply, _),) = pool.replies(wait=True)
     pool.end((0, 0))
     name = config.environment.name
@@ -273,11 +273,11 @@ def check_folder(config: RunConfig, *, new_code: bool = False) -> None:
         return
     folder = config.runs.absolute() / config.run
     check_writable(folder)
-    described = read_description(folder)
-    if described is not None:
-        check_unlocked(folder)
+    description = read_description(folder)
+    if description is not None:
+        check_no_owner(folder)
         if (folder / LEDGER).exists():
-            check_run(described, LedgerView.read(folder / LEDGER), config, config.run, new_code=new_code)
+            check_run(description, LedgerView.read(folder / LEDGER), config, config.run, new_code=new_code)
 
 
 def check_same_data(config: RunConfig, ledger: LedgerView, data: str | None) -> None:
@@ -293,14 +293,14 @@ def check_same_data(config: RunConfig, ledger: LedgerView, data: str | None) -> 
     )
 
 
-def check_run(described: RunDescription, ledger: LedgerView, config: RunConfig, name: str, *, new_code: bool) -> None:
+def check_run(description: RunDescription, ledger: LedgerView, config: RunConfig, name: str, *, new_code: bool) -> None:
     if not ledger.holds_work():
         return
     try:
-        begun = reload_config(described.config)
+        first_config = reload_config(description.config)
     except StoredFileError as error:
         raise StoredFileError(f"{config.runs.absolute() / name}/{error}") from error
-    differing = may_continue(public_dump(begun), public_dump(config))
+    differing = may_continue(public_dump(first_config), public_dump(config))
     if not differing and ledger.step(config.steps + 1) is not None:
         raise UserError(f"run {name} has step {config.steps + 1} already, and steps={config.steps} asks for fewer")
     if differing:
@@ -308,11 +308,11 @@ def check_run(described: RunDescription, ledger: LedgerView, config: RunConfig, 
         hint = "; begin another one for that: fp8-grpo run ... --set run=NAME" if others else ""
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}{hint}")
     if not new_code:
-        check_code(described, ledger.last_segment(), config, name)
+        check_code(description, ledger.last_segment(), config, name)
 
 
-def check_code(described: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:
-    before = other_code(described, last)
+def check_code(description: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:
+    before = other_code(description, last)
     if before is not None:
         raise UserError(
             f"run {name} was made by code version {before[:12]}, this is {current_code()[:12]}: continue it with that "
@@ -320,7 +320,7 @@ def check_code(described: RunDescription, last: SegmentEntry | None, config: Run
         )
 
 
-def other_code(described: RunDescription, last: SegmentEntry | None) -> str | None:
+def other_code(description: RunDescription, last: SegmentEntry | None) -> str | None:
     """The code version that last ran a run, None when it is this one."""
-    before = described.code_version if last is None else last.code_version
+    before = description.code_version if last is None else last.code_version
     return before if before != current_code() else None

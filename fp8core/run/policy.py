@@ -56,20 +56,20 @@ def push(run: StepContext, scales: PolicyScales) -> dict[str, Any]:
     probes, expected = trainer_probe(run, scales)
     # Where the engine sleeps, the export has the memory of what it is about to replace.
     engine.sleep()
-    shipped = trainer.export()
+    weights = trainer.export()
     if run.config.pipeline.mode != "synchronous":
-        keep_policy(run, shipped, scales)
-    report = engine.update(shipped, scales, trainer.version)
-    check_report(report, shipped.digest(), scales, trainer.version)
-    described = engine.describe()
-    check_formats(described, run.config.precision)
+        keep_policy(run, weights, scales)
+    report = engine.update(weights, scales, trainer.version)
+    check_report(report, weights.digest(), scales, trainer.version)
+    description = engine.describe()
+    check_formats(description, run.config.precision)
     probe = compare_probe(expected, engine.score(probes, run.config.rollout.temperature))
     check_probe(run, probe, trainer.version)
     return {
         "version": report.version,
         "digest": report.digest,
         "scales": [vars(layer) for layer in report.scales.layers],
-        "engine": described,
+        "engine": description,
         "probe": probe,
     }
 
@@ -80,14 +80,14 @@ class PolicyVersion:
     scales: PolicyScales
 
 
-def keep_policy(run: StepContext, shipped: EngineWeights, scales: PolicyScales) -> None:
+def keep_policy(run: StepContext, weights: EngineWeights, scales: PolicyScales) -> None:
     trainer = run.trainer
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     oldest = trainer.version + 1 - run.config.pipeline.kept_policies
     versions = run.workers.policy_versions
     for version in [version for version in versions if version < oldest or version == scales.version]:
         trainer.forget(versions.pop(version).tensors)
-    versions[scales.version] = PolicyVersion(trainer.keep(shipped), scales)
+    versions[scales.version] = PolicyVersion(trainer.keep(weights), scales)
 
 
 def trainer_probe(run: StepContext, scales: PolicyScales) -> tuple[list[Probe], list[float]]:
@@ -96,8 +96,8 @@ def trainer_probe(run: StepContext, scales: PolicyScales) -> tuple[list[Probe], 
         rows = [tokens[:_LONGEST] for tokens in prompt_table(run, problems)["tokens"].to_pylist()]
         probes = run.workers.probes = [probe_of(tokens, i, len(rows)) for i, tokens in enumerate(rows)]
     batch = TokenBatch.of([probe.context for probe in probes], [[probe.target] for probe in probes])
-    scored = run.trainer.logprobs(batch, run.config.rollout.temperature, scales.layers)
-    return probes, scored.logprobs[:, 0].tolist()
+    score = run.trainer.logprobs(batch, run.config.rollout.temperature, scales.layers)
+    return probes, score.logprobs[:, 0].tolist()
 
 
 def probe_of(prompt: Sequence[int], index: int, count: int) -> Probe:
@@ -111,26 +111,26 @@ def probe_of(prompt: Sequence[int], index: int, count: int) -> Probe:
 def compare_probe(expected: Sequence[float], engines: Sequence[Sequence[float]]) -> dict[str, float]:
     """Of the engine that is farthest off: the tokens, how many differ, and the mean of exp |difference|."""
 
-    def compared(row: Sequence[float]) -> dict[str, float]:
+    def probe_gap(row: Sequence[float]) -> dict[str, float]:
         differences = [abs(ours - theirs) for ours, theirs in zip(row, expected, strict=True)]
         # A value that is not a number is as far off as can be.
         errors = [math.exp(d if d < EXPONENT_BOUND else EXPONENT_BOUND) for d in differences]
         differing = sum(d != 0 for d in differences)
         return {"tokens": len(differences), "differing": differing, "error": sum(errors) / len(errors)}
 
-    return max(map(compared, engines), key=lambda gap: (gap["error"], gap["differing"]))
+    return max(map(probe_gap, engines), key=lambda gap: (gap["error"], gap["differing"]))
 
 
-def check_probe(run: StepContext, found: dict[str, float], version: int) -> None:
+def check_probe(run: StepContext, gap: dict[str, float], version: int) -> None:
     bounds = stop_bounds(run.config)
     if (bounds.action, bounds.patience) != ("fail", 1):
         return
-    for name, value in (("probe_differing", found["differing"]), ("probe_error", found["error"])):
+    for name, value in (("probe_differing", gap["differing"]), ("probe_error", gap["error"])):
         if name in bounds.limits and beyond(bounds, name, value):
             raise SyncError(
                 f"alignment.stop.{name}={bounds.limits[name]:g}: after the sync of policy {version}, "
-                f"{found['differing']} of {found['tokens']} known tokens are scored differently by engine and trainer "
-                f"(error {found['error']:.6g}), though all that was read back is as it was sent"
+                f"{gap['differing']} of {gap['tokens']} known tokens are scored differently by engine and trainer "
+                f"(error {gap['error']:.6g}), though all that was read back is as it was sent"
             )
 
 
@@ -141,19 +141,19 @@ def check_report(report: SyncReport, digest: str, scales: PolicyScales, version:
         )
     if report.digest != digest:
         raise SyncError(f"policy {version}: weights {digest[:16]} were sent, {report.digest[:16]} were read back")
-    for layer, (sent, held) in enumerate(zip(scales.layers, report.scales.layers, strict=True)):
-        if sent != held:
-            raise SyncError(f"policy {version}, layer {layer}: scales {sent} were sent, {held} were read back")
+    for layer, (ours, theirs) in enumerate(zip(scales.layers, report.scales.layers, strict=True)):
+        if ours != theirs:
+            raise SyncError(f"policy {version}, layer {layer}: scales {ours} were sent, {theirs} were read back")
 
 
-def check_formats(described: dict[str, object], contract: PrecisionContract) -> None:
-    linears = described["linear"]
+def check_formats(description: dict[str, object], contract: PrecisionContract) -> None:
+    linears = description["linear"]
     assert isinstance(linears, list)
     outer = "fp32" if contract.rollout.linear == "fp32" else "bf16"
     for layer, name in enumerate(linears):
-        agreed = contract.rollout.linear if contract.recipe.in_fp8(layer, len(linears)) else outer
-        if name != agreed:
-            raise SyncError(f"layer {layer} runs its linears in {name}, the contract says {agreed}")
+        expected = contract.rollout.linear if contract.recipe.in_fp8(layer, len(linears)) else outer
+        if name != expected:
+            raise SyncError(f"layer {layer} runs its linears in {name}, the contract says {expected}")
     pairs: dict[str, object] = {
         "attention": contract.attention_of(contract.rollout),
         "head": contract.rollout.head,
@@ -162,5 +162,5 @@ def check_formats(described: dict[str, object], contract: PrecisionContract) -> 
     if contract.rounding_points != "stepwise":
         pairs["rounding_points"] = contract.rounding_points
     for key, agreed_value in pairs.items():
-        if described[key] != agreed_value:
-            raise SyncError(f"the engine runs {key}={described[key]}, the contract says {agreed_value}")
+        if description[key] != agreed_value:
+            raise SyncError(f"the engine runs {key}={description[key]}, the contract says {agreed_value}")

@@ -45,8 +45,8 @@ _SEED = 0
 _TEXTS = 8
 
 
-def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]) -> dict[str, Any]:
-    """`evaluated`: the engine's accuracy."""
+def measure_gap(run: RunContext, scales: PolicyScales, evaluation: dict[str, Any]) -> dict[str, Any]:
+    """`evaluation`: the engine's accuracy."""
     count = compared_prompts(run.config)
     problems = run.source.heldout(run.config.evaluation.prompts)[:count]
     prompts = prompt_table(run, problems)
@@ -54,20 +54,22 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
     names = prompts["prompt_id"].to_pylist()
     groups = groups_of(prompts.to_pylist(), run.config.seed, START, 1)
     sampling = EpisodePlayer.of(run.config, run.tokenizer, run.arch).sampling()
-    finished = list[Completion]()
+    completions = list[Completion]()
     with run.console.part("precision gap, completions"):
-        for batch_done in run.engine.generate(groups, sampling):
-            finished += batch_done
-            tell_progress(len(finished), count)
-    sampled = sorted(finished, key=lambda done: done.group)
-    batch = TokenBatch.of(tokens, [done.tokens for done in sampled])
-    ours = torch.tensor([logprob for done in sampled for logprob in done.logprobs], dtype=torch.float64)
+        for part in run.engine.generate(groups, sampling):
+            completions += part
+            tell_progress(len(completions), count)
+    ordered_completions = sorted(completions, key=lambda completion: completion.group)
+    batch = TokenBatch.of(tokens, [completion.tokens for completion in ordered_completions])
+    ours = torch.tensor(
+        [logprob for completion in ordered_completions for logprob in completion.logprobs], dtype=torch.float64
+    )
     precision = contract_in("bf16", run.config.precision)
     other = run.config.model_copy(update={"precision": precision})
     formats = rollout_formats(precision, run.arch.num_layers)
     masters = run.initial_policy()
-    stored = stored_weights(masters, formats.stored_names(), formats.recipe.weights)
-    bf16 = Forward(Decoder(run.arch, formats), load_policy(run.arch, stored))
+    bf16_weights = stored_weights(masters, formats.stored_names(), formats.recipe.weights)
+    bf16 = Forward(Decoder(run.arch, formats), load_policy(run.arch, bf16_weights))
     with run.console.part("precision gap, scores in BF16"):
         distances = clamp_exponent(ours - _logprobs_in(run, bf16, batch).double())
     with run.console.part("precision gap, distributions"):
@@ -75,10 +77,10 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
         whole = whole_forward(run.config.precision, run.arch, masters, scales.layers)
         cost = part_costs(Subjects(bf16, {"all": whole}), texts, tell_progress).parts["all"]
     with closing(build_engine(other, run.arch)) as engine, run.console.part("precision gap, held-out in BF16"):
-        engine.update(stored, PolicyScales(0, ()), 0)
+        engine.update(bf16_weights, PolicyScales(0, ()), 0)
         scores = heldout_accuracy(run, engine, count)[0]["scores"]
-    scored, scored_in_bf16 = ([columns[name] for name in names] for columns in (evaluated["scores"], scores))
-    differences = [a - b for a, b in zip(scored, scored_in_bf16, strict=True)]
+    fp8_scores, bf16_scores = ([columns[name] for name in names] for columns in (evaluation["scores"], scores))
+    differences = [a - b for a, b in zip(fp8_scores, bf16_scores, strict=True)]
     return {
         "prompts": count,
         "tokens": len(distances),
@@ -90,8 +92,8 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
         "kl": cost.nats,
         "same_choice": cost.same_choice,
         "answer_shift": cost.answer_shift,
-        "accuracy": asdict(score_estimate(scored, _SEED)),
-        "bf16_accuracy": asdict(score_estimate(scored_in_bf16, _SEED)),
+        "accuracy": asdict(score_estimate(fp8_scores, _SEED)),
+        "bf16_accuracy": asdict(score_estimate(bf16_scores, _SEED)),
         "difference": asdict(difference_estimate(differences, _SEED)),
     }
 
@@ -125,9 +127,9 @@ def read_subjects(config: RunConfig, problems: Sequence[Problem]) -> tuple[Subje
     assert base.checkpoint is not None, "an evaluation has a checkpoint"
     texts = texts_of(problems, config, base.tokenizer, longest_row(config, base.arch))
     masters = {name: tensor.float() for name, tensor in base.checkpoint.source().items()}
-    unscaled = whole_forward(config.precision, base.arch, masters, ())
+    without_scales = whole_forward(config.precision, base.arch, masters, ())
     batch = TokenBatch.of_prompts([text.prompt for text in texts[: config.rollout.prompts_per_step]])
-    full = replace(unscaled, scales=_calibrated(config, unscaled, batch))
+    full = replace(without_scales, scales=_calibrated_scales(config, without_scales, batch))
     return subjects_of(full, config.precision, masters), texts
 
 
@@ -146,24 +148,24 @@ def right_answer(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> l
         return tokenizer.encode(completion(problem.question, "bare"))
     text = problem.reference.rpartition(MARKER)[2].strip()
     before, chat = prompt_text(problem, config, tokenizer)
-    joined = [text] if chat or before[-1:].isspace() else [f" {text}", text]
-    for written in joined if text else ():
+    candidates = [text] if chat or before[-1:].isspace() else [f" {text}", text]
+    for candidate in candidates if text else ():
         try:
-            return tokenizer.encode(written)
+            return tokenizer.encode(candidate)
         except UserError:
             continue
     return []
 
 
 @torch.no_grad()
-def _calibrated(config: RunConfig, unscaled: Forward, batch: TokenBatch) -> Sequence[LayerScales]:
+def _calibrated_scales(config: RunConfig, forward: Forward, batch: TokenBatch) -> Sequence[LayerScales]:
     if config.precision.rollout.kv_cache != "fp8":
         return ()
-    arch = unscaled.decoder.arch
-    formats = unscaled.decoder.formats
+    arch = forward.decoder.arch
+    formats = forward.decoder.formats
     decoder = Decoder(arch, replace(formats, attention=Bf16Attention(formats.points.weights)))
     statistics = KvStatistics(arch.num_layers)
     for _, part in batch.slices(config.training.micro_batch):
         observe = partial(statistics.observe, valid=part.valid, scales=None)
-        decoder.hidden(unscaled.weights, part.tokens, part.positions, FullContext.of(part.valid), (), observe)
+        decoder.hidden(forward.weights, part.tokens, part.positions, FullContext.of(part.valid), (), observe)
     return scales_of(config, statistics.amax())

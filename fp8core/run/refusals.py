@@ -39,14 +39,14 @@ def graph_on(config: RunConfig, platform: str) -> StepGraph:
 def pipeline_of(config: RunConfig) -> StepGraph:
     uses = {step.uses for step in config.pipeline.steps}
     graph = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec, config.features)
-    if not any("metrics" in planned.spec.outputs.values() for planned in graph.steps):
+    if not any("metrics" in step.spec.outputs.values() for step in graph.steps):
         raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
-    if config.loss.reference_kl and not any("reference" in planned.inputs for planned in graph.steps):
+    if config.loss.reference_kl and not any("reference" in step.inputs for step in graph.steps):
         raise UserError(
             f"loss.reference_kl={config.loss.reference_kl} needs log-probs of the reference policy: insert the step "
             "tasks.reference:reference (as configs/careful.yaml does)"
         )
-    if config.loss.distillation.weight and not any("teacher" in planned.inputs for planned in graph.steps):
+    if config.loss.distillation.weight and not any("teacher" in step.inputs for step in graph.steps):
         raise UserError(
             f"loss.distillation.weight={config.loss.distillation.weight} needs log-probs of the teacher: insert the "
             "step tasks.teacher:teacher (as configs/distil.yaml does)"
@@ -107,7 +107,7 @@ def _check_ahead(config: RunConfig) -> None:
         f"rollout.{rollout.engine}.sleep": engine_entry(config).sleeps(config) and not config.pipeline.in_turn,
         f"training.trainer={config.training.trainer}": not trainer_of(config.training).scores_updates,
     }
-    for setting in (setting for setting, used in others.items() if used):
+    for setting in (setting for setting, is_set in others.items() if is_set):
         raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
 
 
@@ -125,9 +125,9 @@ def uncorrected_lag(config: RunConfig) -> str | None:
     pipeline = config.pipeline
     rule = correction_rule(config.correction)
     # A loss without a ratio has no clip.
-    clipped = ratio_holds_age(config) and config.loss.policy != "reinforce"
-    weighed = rule.weighting.level != "none" or rule.rejects or clipped
-    if pipeline.mode == "synchronous" or pipeline.max_staleness == 0 or weighed:
+    has_clip = ratio_holds_age(config) and config.loss.policy != "reinforce"
+    has_weights = rule.weighting.level != "none" or rule.rejects or has_clip
+    if pipeline.mode == "synchronous" or pipeline.max_staleness == 0 or has_weights:
         return None
     return (
         f"warning: pipeline.mode={pipeline.mode} without a correction: tokens of older policies count as those of the "
@@ -163,6 +163,6 @@ def check_memory(config: RunConfig, node: Node, ledger: LedgerView | None) -> No
 
 
 def check_cluster(config: RunConfig, node: Node) -> None:
-    shared = engine_entry(config).tensor_parallel(config)
-    if config.cluster.used and 0 < node.gpus < sum(config.cluster.bundles(shared)) and wants_gpus(config):
-        raise UserError(config.cluster.too_small(shared, "GPU", f"this machine has {node.gpus}"))
+    tensor_parallel = engine_entry(config).tensor_parallel(config)
+    if config.cluster.used and 0 < node.gpus < sum(config.cluster.bundles(tensor_parallel)) and wants_gpus(config):
+        raise UserError(config.cluster.too_small(tensor_parallel, "GPU", f"this machine has {node.gpus}"))

@@ -26,7 +26,7 @@ from fp8core.run.refusals import graph_of
 from fp8core.run.resume import RedoError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.diff import causes, content_difference, first_difference, metric_differences
-from fp8core.store.json_text import Difference, shown, value_differences
+from fp8core.store.json_text import Difference, value_differences, value_text
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, LedgerView, stored_metrics
 from fp8core.store.manifest import StepManifest, StepRecord, current_code, hardware, library_versions
@@ -40,7 +40,7 @@ FAILURES = (StepError, UpdateError, SyncError, NotRecordedError, ProcessLost)
 @dataclass(frozen=True)
 class RunSnapshot:
     folder: Path
-    described: RunDescription
+    description: RunDescription
     ledger: LedgerView
     store: ArtifactStore
 
@@ -52,17 +52,17 @@ class RunSnapshot:
         return self.store.get_manifest(self.ledger.steps()[step].manifest)
 
     def config(self, step: int) -> RunConfig:
-        begun = reload_config(self.described.config)
+        first_config = reload_config(self.description.config)
         record = self.manifest(step).record
-        replay = begun.replay.model_copy(update={"level": record.level})
-        return begun.model_copy(update={"steps": record.steps, "replay": replay})
+        replay = first_config.replay.model_copy(update={"level": record.level})
+        return first_config.model_copy(update={"steps": record.steps, "replay": replay})
 
     def check_step(self, step: int) -> None:
-        committed = self.ledger.steps()
-        self.ledger.check_no_gap(START, max(committed, default=START - 1))
-        if step not in committed:
-            known = f"steps 0 to {max(committed)} are" if committed else "no step is"
-            raise UserError(f"run {self.folder.name}: step {step} is not committed; {known}")
+        steps = self.ledger.steps()
+        self.ledger.check_no_gap(START, max(steps, default=START - 1))
+        if step not in steps:
+            range_text = f"steps 0 to {max(steps)} are" if steps else "no step is"
+            raise UserError(f"run {self.folder.name}: step {step} is not committed; {range_text}")
 
 
 @contextmanager
@@ -70,10 +70,10 @@ def scratch_folder(original: Path, step: int, config: RunConfig) -> Iterator[Pat
     """A temporary run folder whose ledger ends where the original's step began."""
     place = original.parent if config.cluster.address is not None else None
     try:
-        made = tempfile.TemporaryDirectory(prefix=".fp8-grpo-", dir=place)
+        directory = tempfile.TemporaryDirectory(prefix=".fp8-grpo-", dir=place)
     except OSError as error:
         raise UserError(f"{place or 'the folder of temporary files'}: cannot be written: {error.strerror}") from error
-    with made as temporary:
+    with directory as temporary:
         folder = Path(temporary) / original.name
         folder.mkdir()
         (folder / LEDGER).write_text("".join(f"{line}\n" for line in _lines_before(original, step)))
@@ -87,11 +87,13 @@ def scratch_run(
     """A scratch folder, live. Environments give the answers that were recorded in the original."""
     own = config.model_copy(update={"runs": folder.parent})
     graph = graph_of(own)
-    described = original.manifest(step).record.executed.get("environment")
-    recorded = described if isinstance(described, dict) else {}
+    environment = original.manifest(step).record.executed.get("environment")
+    environment_description = environment if isinstance(environment, dict) else {}
     with (
         RunDirectory.create_or_open(folder, origin=original.folder) as directory,
-        open_run(own, graph, directory, console, replayed=original.ledger, recorded_environment=recorded) as run,
+        open_run(
+            own, graph, directory, console, replayed=original.ledger, recorded_environment=environment_description
+        ) as run,
     ):
         torch.set_num_threads(own.threads)
         yield run
@@ -128,23 +130,23 @@ def replay(original: RunSnapshot, steps: range, console: Console) -> Iterator[Re
     with scratch_folder(original.folder, steps[0], config) as folder:
         try:
             with scratch_run(config, original, folder, steps[0], console) as run:
-                yield from _replayed(original, run, steps)
+                yield from _replay_results(original, run, steps)
         except (RedoError, *FAILURES) as error:
-            yield _failed(original, config, steps[0], "on the way to this step", error)
+            yield _failure_result(original, config, steps[0], "on the way to this step", error)
 
 
-def _replayed(original: RunSnapshot, run: RunContext, steps: range) -> Iterator[ReplayResult]:
+def _replay_results(original: RunSnapshot, run: RunContext, steps: range) -> Iterator[ReplayResult]:
     began = time.perf_counter()
     begin(run)
     for index in steps:
         if index > START:
             began = time.perf_counter()
-            made = original.config(index)
-            run.config = run.config.model_copy(update={"steps": made.steps, "replay": made.replay})
+            step_config = original.config(index)
+            run.config = run.config.model_copy(update={"steps": step_config.steps, "replay": step_config.replay})
             try:
                 IN_PROCESS.iterate(run, index)
             except FAILURES as error:
-                yield _failed(original, run.config, index, "the replay fails", error)
+                yield _failure_result(original, run.config, index, "the replay fails", error)
                 return
         verdict = _compare(original, run, index, time.perf_counter() - began)
         yield verdict
@@ -153,22 +155,24 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range) -> Iterator[
 
 
 def _compare(original: RunSnapshot, run: RunContext, index: int, seconds: float) -> ReplayResult:
-    stored = original.manifest(index)
+    theirs = original.manifest(index)
     ours = stored_manifest(run, index)
-    difference = first_difference(stored.record, ours.record, [planned.name for planned in run.graph.steps])
+    difference = first_difference(theirs.record, ours.record, [planned.name for planned in run.graph.steps])
     level = run.config.replay.level
-    made = sum(len(outputs) for outputs in ours.record.outputs.values())
-    why = tuple(_causes(stored.record, ours.record))
+    artifact_count = sum(len(outputs) for outputs in ours.record.outputs.values())
+    why = tuple(_causes(theirs.record, ours.record))
     if difference is None:
-        return ReplayResult(index, "equal", level, made, seconds, why)
-    why += tuple(_other_hardware(stored))
+        return ReplayResult(index, "equal", level, artifact_count, seconds, why)
+    why += tuple(_other_hardware(theirs))
     if level == "tolerant":
-        outcome, text = _tolerated(original, run, index)
-        return ReplayResult(index, outcome, level, made, seconds, why, text)
-    return ReplayResult(index, "different", level, made, seconds, why, _located(original, run, index, difference))
+        outcome, text = _tolerance_result(original, run, index)
+        return ReplayResult(index, outcome, level, artifact_count, seconds, why, text)
+    return ReplayResult(
+        index, "different", level, artifact_count, seconds, why, _difference_lines(original, run, index, difference)
+    )
 
 
-def _tolerated(
+def _tolerance_result(
     original: RunSnapshot, run: RunContext, index: int
 ) -> tuple[Literal["within", "different"], tuple[str, ...]]:
     bounds = run.config.replay
@@ -182,7 +186,7 @@ def _tolerated(
     return "within", ((f"{name}: {theirs[name]} against {ours[name]}",) if differing[name] else ())
 
 
-def _located(original: RunSnapshot, run: RunContext, index: int, difference: Difference) -> tuple[str, ...]:
+def _difference_lines(original: RunSnapshot, run: RunContext, index: int, difference: Difference) -> tuple[str, ...]:
     theirs, ours = (
         _by_digest(ledger, index).get(value["digest"]) if isinstance(value, dict) and "digest" in value else None
         for ledger, value in ((original.ledger, difference.ours), (run.directory.ledger, difference.theirs))
@@ -201,11 +205,11 @@ def _by_digest(ledger: LedgerView, index: int) -> dict[object, Ref]:
     return {ref.digest: ref for ref in (*before.values(), *ledger.artifacts(index).values())}
 
 
-def _failed(original: RunSnapshot, config: RunConfig, step: int, where: str, error: Exception) -> ReplayResult:
-    if (lost := behind(error, ProcessLost)) is not None:
-        raise UserError(f"nothing was compared, as a process was lost: {lost}") from error
-    stored = original.manifest(step)
-    now = stored.record.model_copy(
+def _failure_result(original: RunSnapshot, config: RunConfig, step: int, where: str, error: Exception) -> ReplayResult:
+    if (process_error := behind(error, ProcessLost)) is not None:
+        raise UserError(f"nothing was compared, as a process was lost: {process_error}") from error
+    manifest = original.manifest(step)
+    now = manifest.record.model_copy(
         update={
             "config_digest": config_digest(config),
             "code_version": current_code(),
@@ -213,26 +217,27 @@ def _failed(original: RunSnapshot, config: RunConfig, step: int, where: str, err
             "versions": library_versions(),
         }
     )
-    why = (*_causes(stored.record, now), *_other_hardware(stored))
+    why = (*_causes(manifest.record, now), *_other_hardware(manifest))
     return ReplayResult(step, "different", config.replay.level, 0, 0.0, why, (f"{where}: {error}",))
 
 
-def _causes(stored: StepRecord, now: StepRecord) -> Iterator[str]:
+def _causes(theirs: StepRecord, now: StepRecord) -> Iterator[str]:
     fields = defaultdict[str, list[Difference]](list)
-    for difference in causes(stored, now):
+    for difference in causes(theirs, now):
         fields[difference.path.partition(".")[0]].append(difference)
     for field, differing in fields.items():
         changes = ", ".join(difference.change(field) for difference in differing)
         match field:
             case "code_version":
-                yield f"code version differs: made by {shown(differing[0].ours)}, this is {shown(differing[0].theirs)}"
+                made_by = value_text(differing[0].ours)
+                yield f"code version differs: made by {made_by}, this is {value_text(differing[0].theirs)}"
             case "versions":
                 yield f"library versions differ: {changes}"
             case _:
                 yield f"{field.replace('_', ' ')} differs: {changes}"
 
 
-def _other_hardware(stored: StepManifest) -> Iterator[str]:
-    machine = list(value_differences("hardware", stored.observed.hardware, hardware()))
+def _other_hardware(manifest: StepManifest) -> Iterator[str]:
+    machine = list(value_differences("hardware", manifest.observed.hardware, hardware()))
     if machine:
         yield f"hardware differs: {', '.join(difference.change('hardware') for difference in machine)}"

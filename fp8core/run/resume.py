@@ -19,7 +19,7 @@ from fp8core.rl.batch import TokenBatch, sampled_rows
 from fp8core.run.batches import read_scales
 from fp8core.run.checkpoint import load_state
 from fp8core.run.context import RunContext
-from fp8core.run.execute import carried, code_of, finished_steps, intact, stored_manifest, task_errors
+from fp8core.run.execute import carried_artifacts, code_of, finished_steps, intact, stored_manifest, task_errors
 from fp8core.run.policy import keep_policy, push
 from fp8core.run.stream_writer import stream_rows, stream_table
 from fp8core.store.artifacts import Ref
@@ -39,18 +39,20 @@ def restore(run: RunContext) -> int:
     last = ledger.last_step()
     assert last is not None, "step 0 is committed before anything is restored"
     _tell_changes(run, last, stored_manifest(run, last).record)
-    damaged = next((step for step in range(_first_step_read(run, last), last + 1) if not _is_intact(run, step)), None)
-    load_state(run, last if damaged is None else damaged - 1)
-    begun = run.trainer.version
-    ledger.check_no_gap(begun, last)
-    rewind_to(run, last if damaged is None else damaged - 1)
-    for index in () if damaged is None else range(damaged, last + 1):
+    damaged_step = next(
+        (step for step in range(_first_step_read(run, last), last + 1) if not _is_intact(run, step)), None
+    )
+    load_state(run, last if damaged_step is None else damaged_step - 1)
+    first = run.trainer.version
+    ledger.check_no_gap(first, last)
+    rewind_to(run, last if damaged_step is None else damaged_step - 1)
+    for index in () if damaged_step is None else range(damaged_step, last + 1):
         _make_again(run, index)
     if run.replayed is None and "stream" in run.graph.carries:
         _restart_completions_of_lost_policies(run, last)
     for planned in run.graph.steps:
         # Asked anew each time: an update that gave something else undoes what was made from the old policy.
-        if planned.spec.redo and planned in finished_steps(run, last + 1, carried(run, last + 1)):
+        if planned.spec.redo and planned in finished_steps(run, last + 1, carried_artifacts(run, last + 1)):
             rewind_to(run, last + 1)
     version = run.trainer.version
     if version > last and _generates(run, last + 1):
@@ -59,22 +61,22 @@ def restore(run: RunContext) -> int:
         rewind_to(run, version)
     else:
         rewind_with_engine(run, version)
-    return run.trainer.version - begun
+    return run.trainer.version - first
 
 
 def rewind_to(run: RunContext, version: int) -> None:
     if run.trainer.version > version:
         load_state(run, version)
     for index in range(run.trainer.version + 1, version + 1):
-        stored = run.directory.ledger.tasks(index)
+        entries = run.directory.ledger.tasks(index)
         for planned in run.graph.steps:
-            if planned.spec.redo and planned.name in stored:
+            if planned.spec.redo and planned.name in entries:
                 _redo(run, index, planned)
 
 
 def rewind_with_engine(run: RunContext, version: int) -> None:
     rewind_to(run, version)
-    first = carried(run, START + 1)["scales"] if version == START else None
+    first = carried_artifacts(run, START + 1)["scales"] if version == START else None
     scales = first or run.directory.ledger.effective_outputs(version).get(run.graph.carries["scales"])
     # Where those of a step that was cut are damaged, its tasks make and push them again.
     if scales is not None and run.store.is_intact(scales):
@@ -82,14 +84,14 @@ def rewind_with_engine(run: RunContext, version: int) -> None:
 
 
 def _first_step_read(run: RunContext, last: int) -> int:
-    reached = last - run.config.pipeline.reach
+    newest = last - run.config.pipeline.reach
     folders = ((entry.step, run.directory.checkpoint(entry)) for entry in run.directory.ledger.last_checkpoints())
-    return max(START + 1, next((step for step, folder in folders if step <= reached and folder.is_dir()), START + 1))
+    return max(START + 1, next((step for step, folder in folders if step <= newest and folder.is_dir()), START + 1))
 
 
 def _is_intact(run: RunContext, index: int) -> bool:
     ledger = run.directory.ledger
-    return index in (run.replayed or ledger).removed() or intact(run, ledger.effective_outputs(index))
+    return index in (run.replayed or ledger).removed_steps() or intact(run, ledger.effective_outputs(index))
 
 
 def _make_again(run: RunContext, index: int) -> None:
@@ -103,33 +105,33 @@ def _make_again(run: RunContext, index: int) -> None:
 def _redo(run: RunContext, index: int, planned: PlannedStep) -> None:
     """Run a finished task again. Raises RedoError: an exact run redid otherwise what its own code made."""
     ledger = run.directory.ledger
-    before = carried(run, index)
+    before = carried_artifacts(run, index)
     # Of its own step a task reads what was stored then, even where a redo gave something else to those after it.
     own = ledger.artifacts(index)
     inputs = {port: (before if name in before else own)[name] for port, name in planned.inputs.items()}
-    stored = ledger.effective_outputs(index) if planned.spec.redo else own
-    expected = {name: stored[name] for name in planned.outputs.values() if name in stored}
+    outputs = ledger.effective_outputs(index) if planned.spec.redo else own
+    expected = {name: outputs[name] for name in planned.outputs.values() if name in outputs}
 
     with task_errors(index, planned.name):
         ports: dict[str, Ref] = import_step(planned.uses)(run, index, planned.options, **inputs)
-    made = {planned.outputs[port]: ref for port, ref in ports.items()}
+    remade = {planned.outputs[port]: ref for port, ref in ports.items()}
     # Of many steps that are redone, no commit would let them go.
     run.store.forget_tables()
-    differing = next((name for name, ref in expected.items() if made[name].digest != ref.digest), None)
+    differing = next((name for name, ref in expected.items() if remade[name].digest != ref.digest), None)
     if differing is None:
         return
     text = (
-        f"step {index}, task {planned.name}: redoing it gave {differing} {made[differing].digest[:16]}, "
+        f"step {index}, task {planned.name}: redoing it gave {differing} {remade[differing].digest[:16]}, "
         f"the ledger says {expected[differing].digest[:16]}"
     )
     redone = ledger.redone(index).get(planned.name)
     made_by = redone.code_version if redone is not None else code_of(run, index)
     if run.config.replay.level != "tolerant" and made_by == run.code_version:
         raise RedoError(text)
-    redo = RedoEntry(step=index, task=planned.name, outputs=made, code_version=run.code_version)
+    redo = RedoEntry(step=index, task=planned.name, outputs=remade, code_version=run.code_version)
     if ledger.step(index) is None:
         # Its later tasks have yet to run, and are to find this policy. A kill leaves both lines or none.
-        ledger.append(ledger.tasks(index)[planned.name].model_copy(update={"outputs": made}), redo)
+        ledger.append(ledger.tasks(index)[planned.name].model_copy(update={"outputs": remade}), redo)
     else:
         # The shards of the open step are of the policy that is replaced.
         run.store.shards(max(ledger.steps()) + 1).clear()
@@ -139,14 +141,14 @@ def _redo(run: RunContext, index: int, planned: PlannedStep) -> None:
 
 
 def _generates(run: RunContext, index: int) -> bool:
-    start = carried(run, index)
-    finished = finished_steps(run, index, start)
-    if any("sync_report" in each.spec.outputs.values() for each in finished):
+    start = carried_artifacts(run, index)
+    steps = finished_steps(run, index, start)
+    if any("sync_report" in each.spec.outputs.values() for each in steps):
         return False
     if run.config.pipeline.ahead_tokens == 0:
         # In turn, the engine sleeps beside the update.
-        finished = [*finished, _stream_writer(run)]
-    return any({"policy", "scales"} <= set(each.inputs.values()) for each in run.graph.steps if each not in finished)
+        steps = [*steps, _stream_writer(run)]
+    return any({"policy", "scales"} <= set(each.inputs.values()) for each in run.graph.steps if each not in steps)
 
 
 def _stream_writer(run: RunContext) -> PlannedStep:
@@ -157,21 +159,21 @@ def _restart_completions_of_lost_policies(run: RunContext, last: int) -> None:
     """Restart completions in flight whose policy was replaced or is of other code: no pass would score their tokens."""
     store = run.store
     artifact = run.graph.carries["stream"]
-    stored = carried(run, last + 1)["stream"]
-    table = store.get_table(stored)
+    stream = carried_artifacts(run, last + 1)["stream"]
+    table = store.get_table(stream)
     same_code = code_of(run, last) == run.code_version
-    lost = {version for version in _versions_of(table) if not same_code or _is_replaced(run, version)}
+    lost_versions = {version for version in _versions_of(table) if not same_code or _is_replaced(run, version)}
     rows = stream_rows(table)
-    begun = [row.anew() if lost.intersection(row.versions) else row for row in rows]
-    made = store.put_table("stream", stream_table(begun, table.schema))
-    if made == stored:
+    restarted_rows = [row.anew() if lost_versions.intersection(row.versions) else row for row in rows]
+    new_stream = store.put_table("stream", stream_table(restarted_rows, table.schema))
+    if new_stream == stream:
         return
     # They go on from what begins anew.
     run.store.shards(last + 1).clear()
     task = _stream_writer(run).name
-    redo = RedoEntry(step=last, task=task, outputs={artifact: made}, code_version=run.code_version)
+    redo = RedoEntry(step=last, task=task, outputs={artifact: new_stream}, code_version=run.code_version)
     run.directory.ledger.append(redo)
-    policies = ", ".join(map(str, sorted(lost)))
+    policies = ", ".join(map(str, sorted(lost_versions)))
     run.console.note(
         f"step {last + 1}: completions begin anew whose policy ({policies}) was replaced or is of other code"
     )
@@ -183,13 +185,13 @@ def _versions_of(stream: pa.Table) -> list[int]:
 
 def _tell_changes(run: RunContext, last: int, before: StepRecord) -> None:
     now: dict[str, JsonValue] = {"environment": {**run.environment_description}, "reward": run.verifier.describe()}
-    named = {"environment": "environment.name", "reward": "reward.verifier"}
-    for part, described in now.items():
-        if before.executed.get(part, {}) != described:
-            run.console.note(f"{named[part]}: its code or libraries are others than at step {last}")
+    settings = {"environment": "environment.name", "reward": "reward.verifier"}
+    for part, description in now.items():
+        if before.executed.get(part, {}) != description:
+            run.console.note(f"{settings[part]}: its code or libraries are others than at step {last}")
     libraries = value_differences("", {**before.versions}, {**library_versions()})
-    if changed := ", ".join(each.change("") for each in libraries):
-        run.console.note(f"libraries differ from those of step {last}: {changed}; steps redone may differ")
+    if changes := ", ".join(each.change("") for each in libraries):
+        run.console.note(f"libraries differ from those of step {last}: {changes}; steps redone may differ")
 
 
 def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,18 +199,18 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
 
     The trainer holds its version again afterwards. `versions`: int64 [B, longest], -1 where there is no token."""
     # One that is made again may leave the run another trainer, and another copy of those before it.
-    needed = sorted(set(versions[versions >= 0].tolist()))
+    policy_versions = sorted(set(versions[versions >= 0].tolist()))
     run.sleep_engine()
-    _rebuild_kept_policies(run, needed)
-    policies = {version: run.workers.policy_versions[version] for version in needed}
+    _rebuild_kept_policies(run, policy_versions)
+    policies = {version: run.workers.policy_versions[version] for version in policy_versions}
     trainer = run.trainer
     scores = (torch.zeros(versions.shape), torch.zeros(versions.shape))
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     for version, policy in policies.items():
         rows = (versions == version).any(dim=1).nonzero()[:, 0]
-        chosen = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.response_mask[rows])
-        scored = trainer.logprobs_of(policy.tensors, chosen, run.config.rollout.temperature, policy.scales.layers)
-        for into, part in zip(scores, (scored.logprobs, scored.entropy), strict=True):
+        row_batch = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.response_mask[rows])
+        score = trainer.logprobs_of(policy.tensors, row_batch, run.config.rollout.temperature, policy.scales.layers)
+        for into, part in zip(scores, (score.logprobs, score.entropy), strict=True):
             longest = part.shape[1]
             of_version = versions[rows, :longest] == version
             into[rows, :longest] = torch.where(of_version, part, into[rows, :longest])
@@ -226,7 +228,7 @@ def _rebuild_kept_policies(run: RunContext, versions: Sequence[int]) -> None:
     if not missing:
         return
     for version in missing:
-        scales = carried(run, version + 1)["scales"]
+        scales = carried_artifacts(run, version + 1)["scales"]
         rewind_to(run, version)
         if run.replayed is None and _is_replaced(run, version):
             raise RedoError(
@@ -243,4 +245,4 @@ def _is_replaced(run: RunContext, version: int) -> bool:
     if run.directory.ledger.step(version + 1) is None or unverifiable(run.config) is not None:
         return False
     wrote = stored_manifest(run, version + 1).record.inputs[_stream_writer(run).name]["policy"]
-    return wrote.digest != carried(run, version + 1)["policy"].digest
+    return wrote.digest != carried_artifacts(run, version + 1)["policy"].digest

@@ -53,12 +53,12 @@ def prompt_table(run: StepContext, problems: list[Problem]) -> pa.Table:
 
 
 def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> pa.Table:
-    encoded = [encode_prompt(problem, config, tokenizer, max_positions) for problem in problems]
+    text_tokens = [encode_prompt(problem, config, tokenizer, max_positions) for problem in problems]
     columns = {
         "group": list(range(len(problems))),
         "prompt_id": [problem.prompt_id for problem in problems],
-        "text": [text for text, _ in encoded],
-        "tokens": [tokens for _, tokens in encoded],
+        "text": [text for text, _ in text_tokens],
+        "tokens": [tokens for _, tokens in text_tokens],
         "reference": [problem.reference for problem in problems],
     }
     schema = PROMPTS
@@ -87,22 +87,22 @@ def groups_of(prompts: Iterable[Mapping[str, Any]], seed: int, index: int, sampl
 
 def row_of(episode: Episode, row: Row, tokenizer: Tokenizer) -> Row:
     """`row`: place, prompt and seed of the episode."""
-    done = episode.completion
+    completion = episode.completion
     return replace(
         row,
         prompt_tokens=[*episode.prompt],
-        tokens=done.tokens,
-        logprobs=done.logprobs,
-        finish="" if episode.goes_on else done.finish,
-        written=[True] * len(done.tokens) if done.policy_mask is None else done.policy_mask,
+        tokens=completion.tokens,
+        logprobs=completion.logprobs,
+        finish="" if episode.goes_on else completion.finish,
+        written=[True] * len(completion.tokens) if completion.policy_mask is None else completion.policy_mask,
         turns=turn_rows(episode, tokenizer),
-        experts=done.experts,
+        experts=completion.experts,
     )
 
 
 def row_tables(rows: Sequence[Row], config: RunConfig, tokenizer: Tokenizer) -> tuple[pa.Table, pa.Table | None]:
     """Tables of kinds `rollouts`, and `turns` with an environment."""
-    found = [
+    row_dicts = [
         {
             **vars(row),
             "written": row.written or [True] * len(row.tokens),
@@ -112,9 +112,9 @@ def row_tables(rows: Sequence[Row], config: RunConfig, tokenizer: Tokenizer) -> 
     ]
     # Where nothing may be stale, tokens are of one version.
     stale = config.pipeline.mode != "synchronous" and config.pipeline.max_staleness > 0
-    table = pa.Table.from_pylist(found, schema=ROLLOUTS.append(VERSIONS) if stale else ROLLOUTS)
-    if chosen := [row.experts for row in rows if row.experts is not None]:
-        table = table.append_column(EXPERTS, routes_column(chosen))
+    table = pa.Table.from_pylist(row_dicts, schema=ROLLOUTS.append(VERSIONS) if stale else ROLLOUTS)
+    if experts := [row.experts for row in rows if row.experts is not None]:
+        table = table.append_column(EXPERTS, routes_column(experts))
     return table, turn_table(rows, config)
 
 
@@ -122,8 +122,8 @@ def turn_table(rows: Sequence[Row], config: RunConfig) -> pa.Table | None:
     """None without an environment."""
     if config.environment is None:
         return None
-    found = [{"group": row.group, "sample": row.sample, **turn} for row in rows for turn in row.turns]
-    return pa.Table.from_pylist(found, schema=TURNS)
+    turns = [{"group": row.group, "sample": row.sample, **turn} for row in rows for turn in row.turns]
+    return pa.Table.from_pylist(turns, schema=TURNS)
 
 
 def tables_of(
@@ -141,12 +141,12 @@ def tables_of(
 def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None:
     """Prompt, text and reward of the first completion of a step."""
     store = run.store
-    found = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
-    if not {"prompts", "rollouts", "rewards"} <= found.keys():
+    refs = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
+    if not {"prompts", "rollouts", "rewards"} <= refs.keys():
         return None
     # Tables of completions are in one order, and the first prompt is answered first.
     text, prompt, reward = (
-        store.get_table(found[kind], [column])[column][0].as_py()
+        store.get_table(refs[kind], [column])[column][0].as_py()
         for kind, column in (("rollouts", "text"), ("prompts", "text"), ("rewards", "reward"))
     )
     return prompt, text, reward
@@ -161,40 +161,40 @@ def check_episodes(run: StepContext, index: int, rows: Sequence[Row]) -> None:
         raise
 
 
-def while_going(run: StepContext, played: Generator[list[Episode], None, None]) -> Iterator[list[Episode]]:
+def while_going(run: StepContext, batches: Generator[list[Episode], None, None]) -> Iterator[list[Episode]]:
     """Episodes as they finish, until another task of the step fails."""
     # The error holds this frame: open episodes would stay with the environment.
-    with closing(played):
-        for batch in played:
+    with closing(batches):
+        for batch in batches:
             if batch:
                 yield batch
             run.check_halted()
 
 
-def all_of(played: Iterable[list[Episode]], count: int, progress: Progress = tell_progress) -> list[Episode]:
-    found = list[Episode]()
+def all_of(batches: Iterable[list[Episode]], count: int, progress: Progress = tell_progress) -> list[Episode]:
+    episodes = list[Episode]()
     progress(0, count)
-    for batch in played:
-        found += batch
-        progress(len(found), count)
-    return sorted(found, key=lambda one: one.key)
+    for batch in batches:
+        episodes += batch
+        progress(len(episodes), count)
+    return sorted(episodes, key=lambda one: one.key)
 
 
 def heldout_artifacts(run: StepContext, index: int) -> dict[str, Ref]:
-    def recorded() -> pa.Table:
+    def read_turns() -> pa.Table:
         assert run.replayed is not None, "only a replay has no environment"
         # A pipeline may rename what its steps provide; the first evaluation is before them.
         name = "heldout_turns" if index == START else run.graph.artifact_of("heldout_turns")
         return run.store.get_table(run.replayed.artifacts(index)[name])
 
-    pool = pool_of(run, recorded)
+    pool = pool_of(run, read_turns)
     return stored_evaluation(run, *heldout_accuracy(run, run.engine, run.config.evaluation.prompts, pool))
 
 
 def stored_evaluation(run: StepContext, content: dict[str, Any], turns: pa.Table | None) -> dict[str, Ref]:
     store = run.store
-    played = {} if turns is None else {"heldout_turns": store.put_table("turns", turns)}
-    return {**played, "evaluation": store.put_json("evaluation", content)}
+    artifacts = {} if turns is None else {"heldout_turns": store.put_table("turns", turns)}
+    return {**artifacts, "evaluation": store.put_json("evaluation", content)}
 
 
 def heldout_accuracy(
@@ -202,14 +202,14 @@ def heldout_accuracy(
 ) -> tuple[dict[str, Any], pa.Table | None]:
     """The content of an artifact of kind `evaluation` for the first held-out prompts, and their turns."""
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
-    asked = prompts.to_pylist()
-    groups = groups_of(asked, run.config.seed, START, 1)
+    rows = prompts.to_pylist()
+    groups = groups_of(rows, run.config.seed, START, 1)
     player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
-    played = player.play(engine, groups, asked, player.evaluation_sampling(0.0), pool)
-    episodes = all_of(while_going(run, played), len(groups))
+    batches = player.play(engine, groups, rows, player.evaluation_sampling(0.0), pool)
+    episodes = all_of(while_going(run, batches), len(groups))
     rollouts, turns = tables_of(episodes, groups, run.config, run.tokenizer)
     check_outcomes(run.config, turns)
-    verdicts = [found.verdict for found in score(run.verifier.main, asked, stored_endings(rollouts, turns))]
+    verdicts = [episode.verdict for episode in score(run.verifier.main, rows, stored_endings(rollouts, turns))]
     tell_failures(run, "held-out prompts", verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
     texts = rollouts["text"].to_pylist()
@@ -218,16 +218,16 @@ def heldout_accuracy(
         "prompts": len(verdicts),
         "length_mean": sum(one.completion.length for one in episodes) / len(episodes),
         "outcomes": {name: outcomes[name] for name in OUTCOMES},
-        "scores": {row["prompt_id"]: verdict.score for row, verdict in zip(asked, verdicts, strict=True)},
+        "scores": {row["prompt_id"]: verdict.score for row, verdict in zip(rows, verdicts, strict=True)},
         "samples": [
             {
-                "prompt_id": asked[i]["prompt_id"],
-                "prompt": asked[i]["text"][-SAMPLE_CHARACTERS:],
+                "prompt_id": rows[i]["prompt_id"],
+                "prompt": rows[i]["text"][-SAMPLE_CHARACTERS:],
                 "text": texts[i][:SAMPLE_CHARACTERS],
                 "length": len(episodes[i].completion.tokens),
                 "score": verdicts[i].score,
             }
-            for i in range(min(HELDOUT_SAMPLES, len(asked)))
+            for i in range(min(HELDOUT_SAMPLES, len(rows)))
         ],
     }
     if turns is not None:
@@ -255,14 +255,14 @@ def stored_endings(rollouts: pa.Table, turns: pa.Table | None) -> list[Ending]:
     rows = rollouts.select([*COMPLETION_KEY, "text", "finish"]).to_pylist()
     if turns is None:
         return [Ending(row["group"], JUDGE, 0.0, "", row["text"], row["finish"]) for row in rows]
-    played: dict[Key, list[dict[str, Any]]] = {}
+    turns_of: dict[Key, list[dict[str, Any]]] = {}
     for turn in turns.select([*COMPLETION_KEY, "text", "reward", "outcome", "detail"]).to_pylist():
-        played.setdefault(key_of(turn), []).append(turn)
+        turns_of.setdefault(key_of(turn), []).append(turn)
 
     def ending(row: Mapping[str, Any]) -> Ending:
-        said = played[key_of(row)]
-        total = sum(turn["reward"] for turn in said)
-        last = said[-1]
+        episode_turns = turns_of[key_of(row)]
+        total = sum(turn["reward"] for turn in episode_turns)
+        last = episode_turns[-1]
         return Ending(row["group"], last["outcome"], total, last["detail"], last["text"], row["finish"])
 
     return [ending(row) for row in rows]
@@ -276,32 +276,32 @@ class ScoredEpisode(NamedTuple):
     score: float
 
 
-def answers(asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[Answer]:
-    found = list[Answer]()
-    rows = {row["group"]: row for row in asked}
+def answers(prompts: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[Answer]:
+    result = list[Answer]()
+    rows = {row["group"]: row for row in prompts}
     for one in endings:
         if one.outcome == JUDGE:
             row = rows[one.group]
             finish = "stop" if one.finish == "stop_string" else one.finish
-            found.append(Answer(row["text"], one.text, row["reference"], finish, row.get("columns", "")))
-    return found
+            result.append(Answer(row["text"], one.text, row["reference"], finish, row.get("columns", "")))
+    return result
 
 
-def score(verifier: Verifier, asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[ScoredEpisode]:
-    verdicts = iter(verifier.verify(answers(asked, endings)))
-    found = []
+def score(verifier: Verifier, prompts: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[ScoredEpisode]:
+    verdicts = iter(verifier.verify(answers(prompts, endings)))
+    scores = []
     for one in endings:
         if one.outcome == JUDGE:
             verdict = next(verdicts)
             # Adding 0 would take the sign off a score of -0.
             both = (verdict.reward, verdict.score)
-            found.append(ScoredEpisode(verdict, *(value + one.reward if one.reward else value for value in both)))
+            scores.append(ScoredEpisode(verdict, *(value + one.reward if one.reward else value for value in both)))
         else:
             right = float(one.outcome == "right")
-            found.append(
+            scores.append(
                 ScoredEpisode(Verdict(right, cast(VerdictOutcome, one.outcome), one.detail), one.reward, one.reward)
             )
-    return found
+    return scores
 
 
 def tell_failures(run: StepContext, what: str, verdicts: Sequence[Verdict]) -> None:
@@ -313,35 +313,35 @@ def check_outcomes(config: RunConfig, turns: pa.Table | None) -> None:
     """Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment."""
     if turns is None:
         return
-    ended = turns.filter(pc.not_equal(turns["outcome"], "")).select(["turn", "outcome", "detail"]).to_pylist()
-    for all_ended, where in (
-        (not any(row["turn"] for row in ended), "before the policy's first turn"),
-        (all(row["outcome"] in UNCHECKED_OUTCOMES for row in ended), "in the environment"),
+    ends = turns.filter(pc.not_equal(turns["outcome"], "")).select(["turn", "outcome", "detail"]).to_pylist()
+    for is_fault, where in (
+        (not any(row["turn"] for row in ends), "before the policy's first turn"),
+        (all(row["outcome"] in UNCHECKED_OUTCOMES for row in ends), "in the environment"),
     ):
-        if ended and all_ended:
+        if ends and is_fault:
             assert config.environment is not None, "without one the policy speaks"
-            first = f"{ended[0]['outcome']}: {ended[0]['detail']}".removesuffix(": ")
+            first = f"{ends[0]['outcome']}: {ends[0]['detail']}".removesuffix(": ")
             name = config.environment.name
             raise UserError(
-                f"environment.name={name}: all {len(ended)} episodes ended {where}, the first of them as {first}"
+                f"environment.name={name}: all {len(ends)} episodes ended {where}, the first of them as {first}"
             )
 
 
 def failures(config: RunConfig, verdicts: Sequence[Verdict]) -> str | None:
     """A line on answers that a verifier could not check. Raises UserError: none could be checked."""
-    failed = [verdict for verdict in verdicts if verdict.outcome in UNCHECKED_OUTCOMES]
+    unchecked = [verdict for verdict in verdicts if verdict.outcome in UNCHECKED_OUTCOMES]
     lines = list[str]()
     total = len(verdicts)
-    if failed:
-        ends = Counter(verdict.outcome for verdict in failed)
+    if unchecked:
+        ends = Counter(verdict.outcome for verdict in unchecked)
         how = ", ".join(f"{ends[outcome]} {word}" for outcome, word in UNCHECKED_OUTCOMES.items() if ends[outcome])
-        lines.append(f"{len(failed)} of {total} answers could not be checked ({how}): {failed[0].detail}")
-    if failed and len(failed) == total:
-        named = [] if config.environment is None else [f"environment.name={config.environment.name}"]
-        raise UserError(f"{', '.join([*named, f'reward.verifier={config.reward.verifier}'])}: {lines[0]}")
+        lines.append(f"{len(unchecked)} of {total} answers could not be checked ({how}): {unchecked[0].detail}")
+    if unchecked and len(unchecked) == total:
+        settings = [] if config.environment is None else [f"environment.name={config.environment.name}"]
+        raise UserError(f"{', '.join([*settings, f'reward.verifier={config.reward.verifier}'])}: {lines[0]}")
     others = [(part.name, each) for each in verdicts for part in each.added if part.outcome in UNCHECKED_OUTCOMES]
     if others:
-        found = Counter(name for name, _ in others)
-        parts = ", ".join(f"{count} of {total} by reward.others.{name}" for name, count in found.items())
+        counts_by_name = Counter(name for name, _ in others)
+        parts = ", ".join(f"{count} of {total} by reward.others.{name}" for name, count in counts_by_name.items())
         lines.append(f"not checked: {parts}: {others[0][1].detail}")
     return "; ".join(lines) or None

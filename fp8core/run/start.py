@@ -103,7 +103,7 @@ def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
         return heldout_artifacts(run, START)
 
     result = run_start_task(run, "evaluate", {"scales": scales.digest}, body)
-    if result.reused and run.directory.ledger.step(START) is None:
+    if result.is_reused and run.directory.ledger.step(START) is None:
         # The manifest of step 0, which is yet to be written, records what the engine holds.
         push(run, read_scales(run, scales))
     return result
@@ -118,11 +118,11 @@ def precision_gap(run: RunContext, scales: Ref, evaluation: Ref) -> TaskResult:
     def body() -> dict[str, Ref]:
         store = run.store
         in_force = read_scales(run, scales)
-        measured = store.get_json(evaluation)
+        content = store.get_json(evaluation)
         if run.directory.ledger.step(START) is not None:
             # The first evaluation is over, and has not pushed.
             push(run, in_force)
-        return {"precision_gap": store.put_json("precision_gap", measure_gap(run, in_force, measured))}
+        return {"precision_gap": store.put_json("precision_gap", measure_gap(run, in_force, content))}
 
     return run_start_task(run, "precision_gap", {"scales": scales.digest, "evaluation": evaluation.digest}, body)
 
@@ -244,8 +244,8 @@ class ReferenceSftTrainer:
 
     def _cross_entropy(self, batch: TokenBatch) -> Tensor:
         formats = self._decoder.formats
-        stored = stored_weights(self._masters, formats.stored_names(), formats.recipe.weights)
-        weights = load_policy(self._decoder.arch, stored, self._masters)
+        tensors = stored_weights(self._masters, formats.stored_names(), formats.recipe.weights)
+        weights = load_policy(self._decoder.arch, tensors, self._masters)
         total = torch.zeros(())
         tokens = 0
         for part in _by_length(batch):
@@ -259,6 +259,6 @@ def _by_length(batch: TokenBatch) -> Iterator[TokenBatch]:
     """Two halves at most, so that little padding is computed."""
     lengths = batch.valid.sum(dim=1)
     short = lengths <= lengths.double().mean()
-    for chosen in (short, ~short):
-        if chosen.any():
-            yield batch.part(chosen.nonzero()[:, 0].tolist(), int(lengths[chosen].max()))
+    for rows in (short, ~short):
+        if rows.any():
+            yield batch.part(rows.nonzero()[:, 0].tolist(), int(lengths[rows].max()))

@@ -41,8 +41,8 @@ class StreamPrompts:
 
     def row(self, batch: int, group: int) -> dict[str, Any]:
         (row,) = self._batch(batch).slice(group, 1).to_pylist()
-        found: dict[str, Any] = row
-        return found
+        prompt: dict[str, Any] = row
+        return prompt
 
     def enter(self, batch: int, group: int) -> list[Row]:
         row = self.row(batch, group)
@@ -53,9 +53,9 @@ class StreamPrompts:
         ]
 
     def table(self, places: Sequence[GroupPlace]) -> pa.Table:
-        found = pa.concat_tables([self._batch(batch).slice(group, 1) for batch, group in places])
-        numbers = pa.array(range(len(places)), found.schema.field("group").type)
-        return found.set_column(found.schema.get_field_index("group"), found.schema.field("group"), numbers)
+        table = pa.concat_tables([self._batch(batch).slice(group, 1) for batch, group in places])
+        numbers = pa.array(range(len(places)), table.schema.field("group").type)
+        return table.set_column(table.schema.get_field_index("group"), table.schema.field("group"), numbers)
 
 
 class StreamWriter:
@@ -67,13 +67,13 @@ class StreamWriter:
         index: int,
         source: StreamPrompts,
         rows: Sequence[Row],
-        ended: Callable[[list[Row]], None] = lambda rows: None,
+        on_end: Callable[[list[Row]], None] = lambda rows: None,
     ) -> None:
-        """`ended` hears of each group of rows that have become durable."""
+        """`on_end` hears of each group of rows that have become durable."""
         self._run = run
         self._index = index
         self._source = source
-        self._ended = ended
+        self._on_end = on_end
         self._player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
         self._sampling = replace(self._player.sampling(), report_experts=run.config.rollout.router_replay)
         self._shards = run.store.shards(index)
@@ -85,12 +85,12 @@ class StreamWriter:
         self._parts: dict[_Sample, dict[int, int]] = defaultdict(dict)
         # Those that go on and that this process plays.
         self._open: dict[_Sample, Episode] = {}
-        stored = self._shards.read()
-        if stored is not None:
-            experts = routes(stored["experts"]) if "experts" in stored.column_names else [None] * len(stored)
-            for values, chosen in zip(stored.select(PLAYED_EPISODES.names).to_pylist(), experts, strict=True):
+        table = self._shards.read()
+        if table is not None:
+            experts = routes(table["experts"]) if "experts" in table.column_names else [None] * len(table)
+            for values, row_experts in zip(table.select(PLAYED_EPISODES.names).to_pylist(), experts, strict=True):
                 parts = dict(values.pop("parts"))
-                row = Row(**values, experts=chosen)
+                row = Row(**values, experts=row_experts)
                 self._rows[_sample(row)], self._parts[_sample(row)] = row, parts
 
     def __call__(self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
@@ -98,12 +98,14 @@ class StreamWriter:
         over = {key for key, row in self._rows.items() if row.finish}
         for group in groups:
             place = places[group.group]
-            kept = {sample for sample in group.samples if (*place, sample) in over}
+            durable = {sample for sample in group.samples if (*place, sample) in over}
             yield [
-                self._next_part((*place, sample), group, i) for i, sample in enumerate(group.samples) if sample in kept
+                self._next_part((*place, sample), group, i)
+                for i, sample in enumerate(group.samples)
+                if sample in durable
             ]
-            if (left := group.without(kept)).samples:
-                missing.append(left)
+            if (missing_part := group.without(durable)).samples:
+                missing.append(missing_part)
         if missing:
             yield from self._play(missing, places)
 
@@ -129,33 +131,33 @@ class StreamWriter:
             for sample in group.samples
             if (row := self._rows.get(key := (*places[group.group], sample))) is not None
         }
-        pool = pool_of(run, self._recorded)
-        played = self._player.play(run.engine, groups, prompts, self._sampling, pool, prefixes)
-        done = 0
+        pool = pool_of(run, self._recorded_turns)
+        batches = self._player.play(run.engine, groups, prompts, self._sampling, pool, prefixes)
+        count = 0
         total = sum(len(group.samples) for group in missing)
         # Where the step is halted, the error holds this frame: open episodes would stay with the environment.
-        with closing(played):
-            for batch in played:
-                done += len(batch)
-                tell_progress(done, total)
-                yield self._told(batch, by_number, places)
+        with closing(batches):
+            for batch in batches:
+                count += len(batch)
+                tell_progress(count, total)
+                yield self._next_parts(batch, by_number, places)
                 run.check_halted()
 
-    def _told(
+    def _next_parts(
         self, batch: Sequence[Episode], by_number: Mapping[int, PromptGroup], places: Sequence[GroupPlace]
     ) -> list[Completion]:
         over = list[_Sample]()
-        told = list[Completion]()
+        parts = list[Completion]()
         for one in batch:
-            done = one.completion
+            completion = one.completion
             group = by_number[one.completion.group]
-            key = (*places[group.group], done.sample)
-            i = group.samples.index(done.sample)
+            key = (*places[group.group], completion.sample)
+            i = group.samples.index(completion.sample)
             new = Row(*key, group.prompt_id, group.seeds[i], [*group.prompt])
             row = self._rows.setdefault(key, new)
             before = len(group.prefix_of(i))
-            self._parts[key][before] = len(done.tokens)
-            told.append(replace(done, group=group.group).rest(before))
+            self._parts[key][before] = len(completion.tokens)
+            parts.append(replace(completion, group=group.group).rest(before))
             if one.goes_on:
                 self._open[key] = one
                 continue
@@ -165,27 +167,27 @@ class StreamWriter:
             over.append(key)
         if over:
             rows = [self._rows[key] for key in over]
-            stored = [{**vars(self._rows[key]), "parts": [*self._parts[key].items()]} for key in over]
-            table = pa.Table.from_pylist(stored, schema=PLAYED_EPISODES)
-            if chosen := [row.experts for row in rows if row.experts is not None]:
-                table = table.append_column(EXPERTS, routes_column(chosen))
+            row_dicts = [{**vars(self._rows[key]), "parts": [*self._parts[key].items()]} for key in over]
+            table = pa.Table.from_pylist(row_dicts, schema=PLAYED_EPISODES)
+            if experts := [row.experts for row in rows if row.experts is not None]:
+                table = table.append_column(EXPERTS, routes_column(experts))
             self._shards.append(table)
-            self._ended(rows)
-        return told
+            self._on_end(rows)
+        return parts
 
     def attach_turns(self, rows: Sequence[Row]) -> None:
         for row in rows:
             key = _sample(row)
-            told = len(row.tokens)
-            if key not in self._rows or not told:
+            length = len(row.tokens)
+            if key not in self._rows or not length:
                 continue
             whole = self._rows[key]
             if key in self._open:
                 whole = row_of(self._open[key], whole, self._run.tokenizer)
             # Before a kill more of it may have been played than the stream has asked for since.
-            turns = [turn for turn in whole.turns if turn["observation_end"] <= told]
+            turns = [turn for turn in whole.turns if turn["observation_end"] <= length]
             row.prompt_tokens = whole.prompt_tokens
-            row.written = whole.written[:told]
+            row.written = whole.written[:length]
             row.turns = whole.turns if row.finish else turns
 
     def has_more(self, rows: Sequence[Row]) -> bool:
@@ -197,12 +199,12 @@ class StreamWriter:
         batch, group = place
         return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
 
-    def _recorded(self) -> pa.Table:
+    def _recorded_turns(self) -> pa.Table:
         assert self._run.replayed is not None, "only a replay has no environment"
         store = self._run.store
         artifacts = self._run.replayed.artifacts(self._index)
-        finished = store.get_table(artifacts[self._run.graph.artifact_of("turns")]).to_pylist()
-        rows = [{**row, "group": self._number((self._index, row["group"]))} for row in finished]
+        turns = store.get_table(artifacts[self._run.graph.artifact_of("turns")]).to_pylist()
+        rows = [{**row, "group": self._number((self._index, row["group"]))} for row in turns]
         ahead = artifacts.get(self._run.graph.carries.get("stream", ""))
         for row in [] if ahead is None else store.get_table(ahead).to_pylist():
             number = self._number((row["batch"], row["group"]))
@@ -210,7 +212,7 @@ class StreamWriter:
         return pa.Table.from_pylist(rows, schema=TURNS)
 
 
-def opened_stream(run: StepContext, stream: Ref, left: int) -> Stream:
+def open_stream(run: StepContext, stream: Ref, newest: int) -> Stream:
     pipeline = run.config.pipeline
     prompts = run.config.rollout.drawn_prompts
     # One step ahead, episodes are played to their end: those of the next step enter when all of this step are over.
@@ -218,7 +220,7 @@ def opened_stream(run: StepContext, stream: Ref, left: int) -> Stream:
     most = prompts if whole else pipeline.max_inflight_prompts
     pace = StreamLimits(prompts, pipeline.max_staleness, most)
     rows = stream_rows(run.store.get_table(stream))
-    return Stream(rows, pace, left)
+    return Stream(rows, pace, newest)
 
 
 def chunk_together(config: RunConfig) -> int | None:

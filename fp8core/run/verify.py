@@ -15,7 +15,7 @@ from fp8core.durable import Report, file_digest, folder_digest
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, contents
 from fp8core.store.diff import content_differences
-from fp8core.store.json_text import canonical_json, parse_json, shown, value_differences
+from fp8core.store.json_text import canonical_json, parse_json, value_differences, value_text
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, CheckpointEntry, RedoEntry, StepEntry, TaskEntry, weights_of
 from fp8core.store.manifest import StepManifest, StepRecord, record_digest
@@ -42,7 +42,9 @@ def _order(view: RunView) -> Iterator[Finding]:
                 problem = f"an entry of step {entry.step}, expected one of step {expected}"
                 yield Finding("error", f"{LEDGER}:{line}", problem, step=entry.step)
             case RedoEntry():
-                text = f"redone by code {shown(entry.code_version)} with another outcome, from which the run went on"
+                text = (
+                    f"redone by code {value_text(entry.code_version)} with another outcome, from which the run went on"
+                )
                 yield Finding("note", f"{LEDGER}:{line}", text, step=entry.step, task=entry.task)
             case _:
                 pass
@@ -64,16 +66,20 @@ def _manifests(view: RunView, watch: Watch | None) -> Iterator[Finding]:
             continue
         if watch is not None:
             watch(manifest)
-        named = manifest.record.predecessor
-        if before[0] == commit.step - 1 and named != before[1]:
-            yield commit.error(f"its record names the predecessor {shown(named)}, which is {shown(before[1])}")
+        predecessor = manifest.record.predecessor
+        if before[0] == commit.step - 1 and predecessor != before[1]:
+            yield commit.error(
+                f"its record names the predecessor {value_text(predecessor)}, which is {value_text(before[1])}"
+            )
         yield from _record(commit, manifest.record)
         configurations[manifest.record.config_digest, manifest.record.level].append(commit.step)
         before = (commit.step, record_digest(manifest))
     for (digest, level), steps in configurations.items():
         if view.config is not None and (expected := config_digest_at(view.config, level)) != digest:
-            problem = f"the digest of the configuration is {shown(expected)}, the records of steps {spans(steps)} say"
-            yield Finding("error", "run.json", f"{problem} {shown(digest)}")
+            problem = (
+                f"the digest of the configuration is {value_text(expected)}, the records of steps {spans(steps)} say"
+            )
+            yield Finding("error", "run.json", f"{problem} {value_text(digest)}")
 
 
 def _copy_for_people(folder: Path, commit: Commit) -> Iterator[Finding]:
@@ -87,15 +93,17 @@ def _copy_for_people(folder: Path, commit: Commit) -> Iterator[Finding]:
 
 
 def _record(commit: Commit, record: StepRecord) -> Iterator[Finding]:
-    committed: dict[str, JsonValue] = {
+    facts: dict[str, JsonValue] = {
         "step": commit.step,
         "code_version": commit.code_version,
         "weights_digest": commit.entry.weights_digest,
     }
-    stored = {task: contents(entry.outputs) for task, entry in commit.tasks.items()}
-    differences = value_differences("record", committed, record.model_dump(include=set(committed)))
-    for difference in itertools.chain(differences, content_differences("record.outputs", stored, record.outputs)):
-        yield commit.error(f"{difference.path}: {shown(difference.theirs)}, by the ledger {shown(difference.ours)}")
+    outputs = {task: contents(entry.outputs) for task, entry in commit.tasks.items()}
+    differences = value_differences("record", facts, record.model_dump(include=set(facts)))
+    for difference in itertools.chain(differences, content_differences("record.outputs", outputs, record.outputs)):
+        yield commit.error(
+            f"{difference.path}: {value_text(difference.theirs)}, by the ledger {value_text(difference.ours)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -113,12 +121,12 @@ def references(view: RunView) -> list[Reference]:
     for _, entry in view.entries:
         match entry:
             case TaskEntry() | RedoEntry():
-                named = [Reference(ref, entry.step, entry.task) for ref in entry.outputs.values()]
+                entry_references = [Reference(ref, entry.step, entry.task) for ref in entry.outputs.values()]
             case StepEntry():
-                named = [Reference(entry.manifest, entry.step, None)]
+                entry_references = [Reference(entry.manifest, entry.step, None)]
             case _:
-                named = []
-        for reference in named:
+                entry_references = []
+        for reference in entry_references:
             ref = reference.ref
             references.setdefault((ref.uri, ref.digest, ref.size), reference)
     return list(references.values())
@@ -132,7 +140,7 @@ def verified_bytes(view: RunView) -> int:
 
 
 def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
-    removed = defaultdict[int, list[Ref]](list)
+    removed_refs = defaultdict[int, list[Ref]](list)
     for reference in references(view):
         ref = reference.ref
         path = view.folder / ref.uri
@@ -140,19 +148,19 @@ def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
             size = path.stat().st_size
             digest = file_digest(path, report)
         except FileNotFoundError:
-            if ref.digest in view.removed:
-                removed[reference.step].append(ref)
+            if ref.digest in view.removed_digests:
+                removed_refs[reference.step].append(ref)
             else:
                 yield reference.error("the file is missing")
         except OSError as error:
             yield reference.error(f"cannot be read: {error.strerror}")
         else:
             if digest != ref.digest:
-                expected = f"expected {shown(ref.digest)} of {ref.size} bytes"
-                yield reference.error(f"content differs: SHA-256 {shown(digest)} of {size} bytes, {expected}")
+                expected = f"expected {value_text(ref.digest)} of {ref.size} bytes"
+                yield reference.error(f"content differs: SHA-256 {value_text(digest)} of {size} bytes, {expected}")
             elif size != ref.size:
                 yield reference.error(f"has {size} bytes, the ledger says {ref.size}")
-    for step, refs in removed.items():
+    for step, refs in removed_refs.items():
         kinds = ", ".join(ref.kind for ref in refs)
         problem = f"removed by gc: {kinds}; {sum(ref.size for ref in refs)} bytes"
         yield Finding("note", "artifacts", problem, step=step)
@@ -164,21 +172,23 @@ def _last_checkpoints(view: RunView) -> dict[int, CheckpointEntry]:
 
 def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
     entries = _last_checkpoints(view)
-    pruned = []
+    absent_steps = []
     for step, entry in entries.items():
         if step not in view.steps:
             yield Finding("error", entry.uri, "its step is not committed", step=step)
         else:
             with suppress(ArtifactError):  # It is reported with the other artifacts.
-                made = weights_of(view.ledger, ArtifactStore(view.folder), step)
-                if entry.weights_digest not in made:
-                    problem = f"holds weights {shown(entry.weights_digest)}, its step made {shown(made[0])}"
+                weights = weights_of(view.ledger, ArtifactStore(view.folder), step)
+                if entry.weights_digest not in weights:
+                    problem = (
+                        f"holds weights {value_text(entry.weights_digest)}, its step made {value_text(weights[0])}"
+                    )
                     yield Finding("error", entry.uri, problem, step=step)
         folder = view.folder / entry.uri
         try:
             digest = folder_digest(folder, report) if folder.is_dir() else None
             if digest is not None and digest != entry.digest:
-                problem = f"content differs: digest {shown(digest)}, expected {shown(entry.digest)}"
+                problem = f"content differs: digest {value_text(digest)}, expected {value_text(entry.digest)}"
                 yield Finding("error", entry.uri, problem, step=step)
             elif digest is not None:
                 check_checkpoint(folder, step, entry.weights_digest)
@@ -187,11 +197,11 @@ def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
             if folder.is_dir():
                 yield Finding("error", entry.uri, str(error).removeprefix(f"{folder}/"), step=step)
         if not folder.is_dir():  # The live run may prune one while it is read.
-            pruned.append(step)
-    if entries and (newest := max(entries)) in pruned and newest not in view.ledger.removed():
+            absent_steps.append(step)
+    if entries and (newest := max(entries)) in absent_steps and newest not in view.ledger.removed_steps():
         problem = "the folder is missing, and it is the newest checkpoint"
         yield Finding("error", entries[newest].uri, problem, step=newest)
-        pruned.remove(newest)
-    if pruned:
-        text = f"pruned, as later ones replace them or by gc: steps {spans(pruned)}"
+        absent_steps.remove(newest)
+    if absent_steps:
+        text = f"pruned, as later ones replace them or by gc: steps {spans(absent_steps)}"
         yield Finding("note", "checkpoints", text)

@@ -70,7 +70,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise ArtifactError(str(error)) from error
 
 
-def read_checked(path: Path, digest: str) -> bytes:
+def read_verified_bytes(path: Path, digest: str) -> bytes:
     with _reading(path):
         data = path.read_bytes()
     _check_digest(path, hashlib.sha256(data).hexdigest(), digest)
@@ -122,11 +122,11 @@ class ArtifactStore:
     def get_table(self, ref: Ref, columns: Sequence[str] | None = None) -> pa.Table:
         """In the order of `columns`, without those that the table lacks. A table of this step is parsed once."""
         if ref not in self._step_tables:
-            return _decoded(self._read(ref), ref.kind, self.path(ref), columns)
+            return _read_table(self._read(ref), ref.kind, self.path(ref), columns)
         table = self._step_tables.get(ref)
         if table is None:
             # Read back: a table that was built may have other types than the file gives to a process that resumes.
-            table = _decoded(self._read(ref), ref.kind, self.path(ref))
+            table = _read_table(self._read(ref), ref.kind, self.path(ref))
             self._step_tables[ref] = table
         if columns is None:
             return table
@@ -172,7 +172,7 @@ class ArtifactStore:
         return ref
 
     def _read(self, ref: Ref) -> bytes:
-        return read_checked(self.path(ref), ref.digest)
+        return read_verified_bytes(self.path(ref), ref.digest)
 
 
 class RolloutShards:
@@ -184,30 +184,30 @@ class RolloutShards:
         # Half the time of an artifact: tokens and log-probs seldom repeat, and building a dictionary takes longest.
         pq.write_table(table, buffer, compression="zstd", use_dictionary=False, store_schema=False)
         data = buffer.getvalue()
-        number = max((int(path.name.split("-")[0]) + 1 for path in self._committed()), default=0)
+        number = max((int(path.name.split("-")[0]) + 1 for path in self._shard_files()), default=0)
         durable.write_file(self._folder / f"{number:06d}-{hashlib.sha256(data).hexdigest()}.parquet", data)
 
     def read(self) -> pa.Table | None:
         """In the order of their `append`. A damaged shard is removed: what it held counts as unfinished."""
         tables = []
-        for path in self._committed():
+        for path in self._shard_files():
             try:
-                tables.append(_decoded(read_checked(path, path.stem.split("-")[1]), "shards", path))
+                tables.append(_read_table(read_verified_bytes(path, path.stem.split("-")[1]), "shards", path))
             except ArtifactError:
                 path.unlink()
         return pa.concat_tables(tables) if tables else None
 
     def clear(self) -> None:
-        for path in self._committed():
+        for path in self._shard_files():
             path.unlink()
         if self._folder.is_dir():
             durable.sweep(self._folder)
             self._folder.rmdir()
 
-    def _committed(self) -> list[Path]:
+    def _shard_files(self) -> list[Path]:
         return sorted(self._folder.glob("[0-9]*-*.parquet"))
 
 
-def _decoded(data: bytes, kind: str, path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+def _read_table(data: bytes, kind: str, path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     with _reading(path):
         return read_table(pa.BufferReader(data), kind, path, columns)

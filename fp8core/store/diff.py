@@ -59,10 +59,10 @@ def content_differences(field: str, ours: Contents, theirs: Contents) -> Iterato
 
 def _circumstances(record: StepRecord) -> dict[str, Any]:
     values = record.model_dump(mode="json", include=set(CAUSES))
-    for said in values["executed"].values():
-        if isinstance(said, dict):
+    for component in values["executed"].values():
+        if isinstance(component, dict):
             # The scales that an engine reports are a result; `scales_digest` compares them.
-            said.pop("scales", None)
+            component.pop("scales", None)
     return values
 
 
@@ -90,7 +90,7 @@ def _rank(name: str, names: Sequence[str]) -> int:
     return names.index(name) if name in names else len(names)
 
 
-_NOTED = ("steps", "level")
+_NOTE_FIELDS = ("steps", "level")
 
 
 @dataclass(frozen=True)
@@ -125,19 +125,19 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
         raise UserError(f"{ours.folder} and {theirs.folder}: no step is committed in both")
     settings = _settings(ours, theirs)
     configuration = [difference for difference in settings if _section(difference) not in NON_NUMERIC_KEYS]
-    explained = {"config_digest"} if configuration else set()
-    explained |= {difference.path for difference in configuration}
+    explanations = {"config_digest"} if configuration else set()
+    explanations |= {difference.path for difference in configuration}
     notes = {difference.path: difference for difference in settings if _section(difference) in NON_NUMERIC_KEYS}
     circumstances: dict[str, tuple[int, Difference]] = {}
     first_step = None
     first_metric = None
-    order = [planned.name for planned in ours.config.pipeline.steps] if ours.config is not None else []
+    order = [step_settings.name for step_settings in ours.config.pipeline.steps] if ours.config is not None else []
     for step in common:
         here, there = (ArtifactStore(run.folder).get_manifest(run.steps[step].entry.manifest).record for run in runs)
         for cause in causes(here, there):
-            if cause.path in _NOTED:
+            if cause.path in _NOTE_FIELDS:
                 notes.setdefault(cause.path, cause)
-            elif cause.path not in explained:
+            elif cause.path not in explanations:
                 # Shown library by library; of other circumstances the first difference is enough.
                 kind = cause.path if _section(cause) == "versions" else _section(cause)
                 circumstances.setdefault(kind, (step, cause))
@@ -157,8 +157,8 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
     )
 
 
-def _section(found: Difference) -> str:
-    return found.path.partition(".")[0]
+def _section(difference: Difference) -> str:
+    return difference.path.partition(".")[0]
 
 
 def _settings(ours: RunView, theirs: RunView) -> list[Difference]:

@@ -25,8 +25,8 @@ class RemovedFile(NamedTuple):
 
 
 class Removal(NamedTuple):
-    kept: list[int]
-    dropped: list[int]
+    remaining_steps: list[int]
+    dropped_steps: list[int]
     files: list[RemovedFile]
 
 
@@ -35,18 +35,18 @@ def kept_steps(keep: KeepConfig, steps: Collection[int]) -> set[int]:
     return {START, *every, *sorted(steps)[-keep.last :]}
 
 
-def plan_removal(folder: Path, keep: KeepConfig | None, published: int | None = None, reach: int = 0) -> Removal:
-    """`published`: the last step that every tracking service has (None: all); `reach`: as of `pipeline.reach`.
+def plan_removal(folder: Path, keep: KeepConfig | None, last_published: int | None = None, reach: int = 0) -> Removal:
+    """`last_published`: the last step that every tracking service has (None: all); `reach`: as of `pipeline.reach`.
 
     Raises UserError.
     """
     ledger = LedgerView.read(folder / LEDGER)
     ledger.check_no_gap(START, max(ledger.steps(), default=START - 1))
-    kept = set(ledger.steps()) if keep is None else _kept(folder, keep, ledger, reach)
-    kept |= {step for step in ledger.steps() if published is not None and step > published}
-    dropped = ledger.steps().keys() - kept
-    kinds = {ref.digest: ref.kind for step in dropped for _, ref in ledger.outputs(step)}
-    staying = _staying(ledger, kept)
+    remaining = set(ledger.steps()) if keep is None else _remaining_steps(folder, keep, ledger, reach)
+    remaining |= {step for step in ledger.steps() if last_published is not None and step > last_published}
+    dropped_steps = ledger.steps().keys() - remaining
+    kinds = {ref.digest: ref.kind for step in dropped_steps for _, ref in ledger.outputs(step)}
+    staying = _remaining_digests(ledger, remaining)
     # A checkpoint becomes such a rest while it goes.
     going = [(path, "checkpoint") for path in sorted((folder / CHECKPOINTS).glob(".*.partial"))]
     going += [
@@ -54,17 +54,17 @@ def plan_removal(folder: Path, keep: KeepConfig | None, published: int | None = 
         for path in sorted((folder / ARTIFACTS).glob("??/*"))
         if _CONTENT.fullmatch(path.name) and path.stem not in staying
     ]
-    checkpoints = sorted({folder / entry.uri for entry in ledger.checkpoints() if entry.step in dropped})
+    checkpoints = sorted({folder / entry.uri for entry in ledger.checkpoints() if entry.step in dropped_steps})
     going += [(path, "checkpoint") for path in checkpoints if path.is_dir()]
     files = [RemovedFile(path.relative_to(folder).as_posix(), kind, _size(path)) for path, kind in going]
-    return Removal(sorted(kept), sorted(dropped), files)
+    return Removal(sorted(remaining), sorted(dropped_steps), files)
 
 
 def remove(folder: Path, removal: Removal) -> None:
     ledger = Ledger.open(folder / LEDGER)
     try:
-        if removal.files and set(removal.dropped) - ledger.removed():
-            ledger.append(RemovalEntry(steps=removal.dropped, when=time.time()))
+        if removal.files and set(removal.dropped_steps) - ledger.removed_steps():
+            ledger.append(RemovalEntry(steps=removal.dropped_steps, when=time.time()))
         for each in removal.files:
             path = folder / each.uri
             if each.kind == "checkpoint":
@@ -84,23 +84,23 @@ def is_intact(checkpoint: Path, digest: str) -> bool:
         raise StoredFileError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, reach: int) -> set[int]:
+def _remaining_steps(folder: Path, keep: KeepConfig, ledger: LedgerView, reach: int) -> set[int]:
     steps = set(ledger.steps())
     newest = max(steps, default=START) - reach
-    reached = (entry for entry in ledger.last_checkpoints() if entry.step <= newest)
-    ours = (entry for entry in reached if ledger.held_policy(entry) is not None)
+    candidates = (entry for entry in ledger.last_checkpoints() if entry.step <= newest)
+    ours = (entry for entry in candidates if ledger.held_policy(entry) is not None)
     intact = (entry.step for entry in ours if is_intact(folder / entry.uri, entry.digest))
     resumable = next(intact, START)
     return steps & (kept_steps(keep, steps) | {step for step in steps if step >= resumable})
 
 
-def _staying(ledger: LedgerView, kept: set[int]) -> set[str]:
+def _remaining_digests(ledger: LedgerView, remaining: set[int]) -> set[str]:
     steps = ledger.steps()
-    made = [(step, ref) for step in ledger.begun() for _, ref in ledger.outputs(step)]
+    outputs = [(step, ref) for step in ledger.task_steps() for _, ref in ledger.outputs(step)]
     staying = {entry.manifest.digest for entry in steps.values()}
-    for step, ref in made:
-        is_input = step + 1 in kept and ref.kind in CARRIED_KINDS.values()
-        if step in kept or step not in steps or is_input or ref.kind in _STAYS:
+    for step, ref in outputs:
+        is_input = step + 1 in remaining and ref.kind in CARRIED_KINDS.values()
+        if step in remaining or step not in steps or is_input or ref.kind in _STAYS:
             staying.add(ref.digest)
     return staying
 

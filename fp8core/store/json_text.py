@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from fp8core.errors import StoredFileError, UserError, printable
 
-_SHOWN = 80
+_MAX_CHARACTERS = 80
 _SHOWN_DIGITS = 16
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -41,7 +41,7 @@ def parse_model(data: bytes, model: type[_Model], place: object) -> _Model:
 def mistake(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"])
-    parts = [printable(part)[:_SHOWN] for part in (field, first["msg"]) if part]
+    parts = [printable(part)[:_MAX_CHARACTERS] for part in (field, first["msg"]) if part]
     more = error.error_count() - 1
     return ": ".join(parts) + (f" (and {more} more)" if more else "")
 
@@ -55,11 +55,11 @@ class Difference:
     theirs: JsonValue
 
     def __str__(self) -> str:
-        return f"{self.path}: {shown(self.ours)} against {shown(self.theirs)}"
+        return f"{self.path}: {value_text(self.ours)} against {value_text(self.theirs)}"
 
     def change(self, above: str) -> str:
         key = self.path.removeprefix(above).removeprefix(".")
-        return f"{key} {shown(self.ours)} -> {shown(self.theirs)}".strip()
+        return f"{key} {value_text(self.ours)} -> {value_text(self.theirs)}".strip()
 
 
 def value_differences(path: str, ours: JsonValue, theirs: JsonValue) -> Iterator[Difference]:
@@ -74,7 +74,7 @@ def value_differences(path: str, ours: JsonValue, theirs: JsonValue) -> Iterator
         yield Difference(path, ours, theirs)
 
 
-def shown(value: JsonValue) -> str:
+def value_text(value: JsonValue) -> str:
     match value:
         case None:
             return "absent"

@@ -111,7 +111,7 @@ Entry = Annotated[
 ]
 
 ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
-_Found = TypeVar("_Found", bound=_Entry)
+_EntryOf = TypeVar("_EntryOf", bound=_Entry)
 
 
 def _read(path: Path) -> tuple[list[Entry], int]:
@@ -157,7 +157,7 @@ class LedgerView:
             case _:
                 pass
 
-    def _of(self, kind: type[_Found]) -> list[_Found]:
+    def _of(self, kind: type[_EntryOf]) -> list[_EntryOf]:
         return [entry for entry in self.entries if isinstance(entry, kind)]
 
     def holds_work(self) -> bool:
@@ -167,7 +167,7 @@ class LedgerView:
     def tasks(self, step: int) -> dict[str, TaskEntry]:
         return dict(self._tasks.get(step, {}))
 
-    def begun(self) -> list[int]:
+    def task_steps(self) -> list[int]:
         return sorted(self._tasks.keys() | self._redone.keys())
 
     def artifacts(self, step: int) -> dict[str, Ref]:
@@ -178,8 +178,8 @@ class LedgerView:
         return dict(self._redone.get(step, {}))
 
     def outputs(self, step: int) -> list[tuple[str, Ref]]:
-        made: list[TaskEntry | RedoEntry] = [*self.tasks(step).values(), *self.redone(step).values()]
-        return [named for entry in made for named in entry.outputs.items()]
+        entries: list[TaskEntry | RedoEntry] = [*self.tasks(step).values(), *self.redone(step).values()]
+        return [item for entry in entries for item in entry.outputs.items()]
 
     def effective_outputs(self, step: int) -> dict[str, Ref]:
         """`artifacts` as the next step reads them: a redo that gave another result replaces the task's."""
@@ -227,13 +227,13 @@ class LedgerView:
     def was_cut(self, number: int) -> bool:
         """True if a process began between the first task of a finished step and its commit."""
         began = min(task.started for task in self._tasks[number].values())
-        ended = self._steps[number].committed_ms / 1000
-        return any(began < segment.started < ended for segment in self.segments())
+        end = self._steps[number].committed_ms / 1000
+        return any(began < segment.started < end for segment in self.segments())
 
     def bounds(self, since: int) -> list[BoundEntry]:
         return [entry for entry in self._of(BoundEntry) if entry.step >= since]
 
-    def removed(self) -> set[int]:
+    def removed_steps(self) -> set[int]:
         return {step for entry in self._of(RemovalEntry) for step in entry.steps}
 
     def last_bound(self) -> BoundEntry | None:

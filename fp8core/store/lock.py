@@ -17,7 +17,7 @@ class RunLock:
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
-        _held.add(self)
+        _own_locks.add(self)
 
     @classmethod
     def acquire(cls, path: Path) -> "RunLock":
@@ -42,7 +42,7 @@ class RunLock:
         self._file.close()
 
 
-def is_held(path: Path) -> bool:
+def has_owner(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -53,11 +53,11 @@ def is_held(path: Path) -> bool:
     return False
 
 
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+_own_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _close_copies() -> None:
-    for lock in list(_held):
+    for lock in list(_own_locks):
         lock.release()
 
 

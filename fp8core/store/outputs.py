@@ -11,13 +11,13 @@ from fp8core.errors import UserError
 
 class Output:
     def __init__(self, option: str, path: str) -> None:
-        self.shown = Path(path)
-        self.named = f"{option} {path}"
-        self.target = self.shown.absolute()
+        self.path = Path(path)
+        self.label = f"{option} {path}"
+        self.target = self.path.absolute()
         if not self.target.parent.is_dir() or not os.access(self.target.parent, os.W_OK | os.X_OK):
-            raise UserError(f"{self.named}: cannot be written; name a file in a folder that exists and can be written")
+            raise UserError(f"{self.label}: cannot be written; name a file in a folder that exists and can be written")
         if self.target.exists() and not self.target.is_file():
-            raise UserError(f"{self.named}: cannot be written, because it is no file; name a file")
+            raise UserError(f"{self.label}: cannot be written, because it is no file; name a file")
 
     def write(self, content: bytes) -> None:
         write_file(self.target, content)

@@ -59,22 +59,22 @@ class RunDirectory:
         """Raises UserError: it cannot be written, another process holds it, or the ledger is malformed."""
         path = root.absolute()
         durable.make_folder(path, durable.PRIVATE)
-        with ExitStack() as opened:
+        with ExitStack() as resources:
             lock = RunLock.acquire(path / LOCK)
-            opened.callback(lock.release)
+            resources.callback(lock.release)
             for name in FOLDERS:
                 durable.make_folder(path / name, durable.PRIVATE)
             ledger = Ledger.open(path / LEDGER)
-            opened.callback(ledger.close)
+            resources.callback(ledger.close)
             _sweep(path, ledger)
-            opened.pop_all()
+            resources.pop_all()
             return cls(path, ArtifactStore(path, origin), lock, ledger, origin)
 
     def write_description(self, config: dict[str, JsonValue], code_version: str) -> RunDescription:
         assert not self.ledger.holds_work(), "no work may depend on another run.json"
-        known = self.description()
+        stored_text = self.description()
         description = RunDescription(
-            id=uuid.uuid4().hex if known is None else known.id,
+            id=uuid.uuid4().hex if stored_text is None else stored_text.id,
             config=config,
             code_version=code_version,
             begun_in=os.getcwd(),
@@ -85,10 +85,10 @@ class RunDirectory:
 
     def description(self) -> RunDescription | None:
         """Raises UserError: malformed, or gone from a run with work."""
-        described = read_description(self.path)
-        if described is None and self.ledger.tasks(START):
+        description = read_description(self.path)
+        if description is None and self.ledger.tasks(START):
             raise StoredFileError(f"{self.path / DESCRIPTION}: the file is missing, but the run has begun; put it back")
-        return described
+        return description
 
     def checkpoint(self, entry: CheckpointEntry) -> Path:
         own = self.path / entry.uri
@@ -117,19 +117,19 @@ def checkpoint_folders(run: Path) -> dict[int, Path]:
 
 
 def _sweep(path: Path, ledger: Ledger) -> None:
-    entered = {entry.uri for entry in ledger.checkpoints()}
+    ledger_uris = {entry.uri for entry in ledger.checkpoints()}
     for folder in shards_of_steps(path):
         if ledger.step(int(folder.name)) is not None:
             RolloutShards(folder).clear()
     partial = (path / CHECKPOINTS).glob(durable.partial_folder(Path("*")).name)
     folders = checkpoint_folders(path).values()
-    unnamed = [folder for folder in folders if folder.relative_to(path).as_posix() not in entered]
-    for folder in (*partial, *unnamed):
+    strays = [folder for folder in folders if folder.relative_to(path).as_posix() not in ledger_uris]
+    for folder in (*partial, *strays):
         shutil.rmtree(folder)
     durable.sweep(path)
 
 
-def check_unlocked(folder: Path) -> None:
+def check_no_owner(folder: Path) -> None:
     RunLock.acquire(folder / LOCK).release()
 
 
@@ -146,6 +146,6 @@ def read_description(folder: Path) -> RunDescription | None:
 
 
 def stored_description(folder: Path) -> RunDescription:
-    if (described := read_description(folder)) is None:
+    if (description := read_description(folder)) is None:
         raise UserError(f"{folder}: no run (no {DESCRIPTION})")
-    return described
+    return description

@@ -107,14 +107,14 @@ class RunView:
         return list(self.steps.values())
 
     @cached_property
-    def removed(self) -> set[str]:
+    def removed_digests(self) -> set[str]:
         """Digests of the artifacts of steps that gc thinned out, which no other step has."""
-        steps = self.ledger.removed()
-        thinned = set[str]()
+        steps = self.ledger.removed_steps()
+        digests = set[str]()
         whole = set[str]()
-        for step in self.ledger.begun():
-            (thinned if step in steps else whole).update(ref.digest for _, ref in self.ledger.outputs(step))
-        return thinned - whole
+        for step in self.ledger.task_steps():
+            (digests if step in steps else whole).update(ref.digest for _, ref in self.ledger.outputs(step))
+        return digests - whole
 
     @property
     def process_seconds(self) -> list[float]:
@@ -145,8 +145,12 @@ class RunView:
         """A manifest comes right before the line of its step, so a kill may leave one that is later than the ledger."""
         last = max(self.steps, default=START - 1)
         manifests = (int(path.stem) - 1 for path in (self.folder / MANIFESTS).glob("[0-9]*.json"))
-        known = max((*manifests, *checkpoint_folders(self.folder)), default=last)
-        return None if known <= last else f"its end is cut off: files are of step {known} and later, no line is"
+        last_known_step = max((*manifests, *checkpoint_folders(self.folder)), default=last)
+        return (
+            None
+            if last_known_step <= last
+            else f"its end is cut off: files are of step {last_known_step} and later, no line is"
+        )
 
 
 def spans(steps: Iterable[int]) -> str:
@@ -164,24 +168,24 @@ def spans(steps: Iterable[int]) -> str:
 class Provenance:
     """Fact -> value -> the steps it held for."""
 
-    seen: dict[str, dict[str, list[int]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    values: dict[str, dict[str, list[int]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     last: StepManifest | None = None
 
     def add(self, manifest: StepManifest) -> None:
         record = manifest.record
-        observed = manifest.observed
+        observations = manifest.observed
         facts = {
             "level": record.level,
             "code": record.code_version,
-            "git": _git(observed.git),
-            "machine": _listed(observed.hardware),
-            "libraries": _listed(dict(record.versions)),
+            "git": _git(observations.git),
+            "machine": _value_list(observations.hardware),
+            "libraries": _value_list(dict(record.versions)),
             "model revision": record.model_revision or "none",
         }
         if (behaviour := record.executed.get("behaviour")) is not None:
             facts["behaviour"] = str(behaviour)
         for fact, value in facts.items():
-            self.seen[fact][value].append(record.step)
+            self.values[fact][value].append(record.step)
         self.last = manifest
 
     def text(self, view: RunView) -> str:
@@ -190,9 +194,9 @@ class Provenance:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
     def lines(self, view: RunView) -> list[tuple[str, str]]:
-        described = view.description
+        description = view.description
         config = view.config
-        lines = [("run", f"{view.folder} (id {described.id}, begun {described.created})")]
+        lines = [("run", f"{view.folder} (id {description.id}, begun {description.created})")]
         if config is not None:
             lines.append(("configuration", f"{config.name} ({config_digest(config)[:_SHOWN_DIGITS]})"))
         if self.last is not None:
@@ -202,13 +206,17 @@ class Provenance:
             lines.append(("not committed", f"step {open_step}: {', '.join(tasks)}"))
         for number, segment in enumerate(view.ledger.segments(), start=1):
             code = segment.code_version[:_SHOWN_DIGITS]
-            started = datetime.fromtimestamp(segment.started, UTC).isoformat(timespec="seconds")
-            text = f"{number}: {started}, process {segment.pid} on {segment.host}, code {code}"
+            start = datetime.fromtimestamp(segment.started, UTC).isoformat(timespec="seconds")
+            text = f"{number}: {start}, process {segment.pid} on {segment.host}, code {code}"
             lines.append(("segment", text))
-        for fact, values in self.seen.items():
-            shown = {value[:_SHOWN_DIGITS] if fact == "code" else value: steps for value, steps in values.items()}
-            alone = len(shown) == 1
-            lines += [(fact, value if alone else f"{value} (steps {spans(steps)})") for value, steps in shown.items()]
+        for fact, values in self.values.items():
+            short_values = {
+                value[:_SHOWN_DIGITS] if fact == "code" else value: steps for value, steps in values.items()
+            }
+            alone = len(short_values) == 1
+            lines += [
+                (fact, value if alone else f"{value} (steps {spans(steps)})") for value, steps in short_values.items()
+            ]
         if self.last is not None:
             lines.append(("last record", record_digest(self.last)))
         return lines
@@ -220,9 +228,9 @@ def _git(state: dict[str, JsonValue]) -> str:
     return f"{state['commit']}{', with uncommitted changes' if state['dirty'] else ''}"
 
 
-def _listed(values: dict[str, JsonValue]) -> str:
-    shown = {
+def _value_list(values: dict[str, JsonValue]) -> str:
+    texts = {
         name: f"{value / 2**30:.0f} GiB" if name == "memory" and isinstance(value, int) else value
         for name, value in values.items()
     }
-    return ", ".join(f"{name} {value}" for name, value in shown.items())
+    return ", ".join(f"{name} {value}" for name, value in texts.items())

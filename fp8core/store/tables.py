@@ -181,20 +181,20 @@ def read_table(source: Any, kind: str, place: object, columns: Sequence[str] | N
     return table
 
 
-def _check_columns(found: pa.Schema, schema: TableSchema, place: object) -> None:
+def _check_columns(columns: pa.Schema, schema: TableSchema, place: object) -> None:
     for column in [*schema.columns, *schema.optional]:
-        if column.name not in found.names:
+        if column.name not in columns.names:
             if column in schema.optional:
                 continue
             raise StoredFileError(f"{place}: {column.name}: the column is missing")
         # Lists are of one type whatever the items are called: `item` when built, `element` when read.
-        inner = found.field(column.name).type
-        wanted = column.type
-        while pa.types.is_list(inner) and pa.types.is_list(wanted):
+        inner = columns.field(column.name).type
+        column_type = column.type
+        while pa.types.is_list(inner) and pa.types.is_list(column_type):
             inner = inner.value_type
-            wanted = wanted.value_type
-        if not inner.equals(wanted):
-            raise StoredFileError(f"{place}: {column.name}: of type {inner}, expected {wanted}")
+            column_type = column_type.value_type
+        if not inner.equals(column_type):
+            raise StoredFileError(f"{place}: {column.name}: of type {inner}, expected {column_type}")
 
 
 def text_digest(text: str) -> str:

@@ -83,7 +83,7 @@ class Adapters:
         return None if matrix is None else (matrix, self.trainable[module + RIGHT])
 
     @torch.no_grad()
-    def merged(self, name: str, frozen: Tensor, rows: slice) -> Tensor:
+    def policy_weight(self, name: str, frozen: Tensor, rows: slice) -> Tensor:
         """Rows of a policy's weight, FP32, from the same rows of the frozen one."""
         pair = self.of(name)
         return frozen.float() if pair is None else merged_weight(frozen, pair[0][rows], pair[1], self.factor)
@@ -139,7 +139,7 @@ class AdaptedWeights:
     def _whole(self) -> dict[str, Tensor]:
         if not self._merged:
             self._merged = {
-                name: self._adapters.merged(name, frozen, slice(None)) for name, frozen in self._frozen.items()
+                name: self._adapters.policy_weight(name, frozen, slice(None)) for name, frozen in self._frozen.items()
             }
         return self._merged
 

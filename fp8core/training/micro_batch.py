@@ -15,7 +15,7 @@ from fp8core.models.weights import EngineWeights, ShippedTensors
 from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.rl.batch import CorrectedBatch, RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
-from fp8core.rl.objective import Objective, merged
+from fp8core.rl.objective import Objective, merge_totals
 from fp8core.training.ranks import Ranks, RankWeights, shared_out
 from fp8core.training.trainer import (
     LogprobError,
@@ -241,7 +241,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         self._finish_gradients()
         totals: dict[str, float] = {}
         for measured in statistics_by_part:
-            totals = merged(totals, measured)
+            totals = merge_totals(totals, measured)
         return totals, own
 
     def _end_parts(self, parts: int) -> None:

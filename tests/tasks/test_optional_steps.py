@@ -15,7 +15,7 @@ from fp8core.run.rollouts import counts
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import FilterOptions, filter, keep_informative
 from tasks.record import mismatch
-from tasks.shape import ShapeOptions, shaped
+from tasks.shape import ShapeOptions, shape_rewards
 
 
 def rewards_table(*rows):
@@ -108,7 +108,7 @@ def test_shape_takes_the_linear_penalty_and_drops_what_was_cut_off():
         *(([5] * n, [-1.0] * n, [True] * n, finish) for n, finish in ((2, "stop"), (7, "stop"), (8, "length")))
     )
     options = ShapeOptions(max_length=8, buffer=4, penalty=2.0, drop_cut_off=True)
-    table = shaped(rollouts, rewards_table((0, 1.0, True), (0, 1.0, True), (0, 1.0, True)), options)
+    table = shape_rewards(rollouts, rewards_table((0, 1.0, True), (0, 1.0, True), (0, 1.0, True)), options)
     assert table["reward"].to_pylist() == [1.0, -0.5, -1.0]
     assert kept(table) == [True, True, False]
 

@@ -1,6 +1,6 @@
 """A run with a policy loss of the user's own: its file is part of what a step is a function of."""
 
-from fp8core.run.execute import carried, finished_steps
+from fp8core.run.execute import carried_artifacts, finished_steps
 
 LOSS = """
 import torch
@@ -26,4 +26,4 @@ def test_it_trains_what_the_same_loss_of_ours_trains_and_a_replay_notices_an_edi
     assert any(cause.startswith("executed differs: loss.source") for cause in verdict.causes), verdict.causes
     own.cut_after(2, "train")
     with own.opened() as run:
-        assert finished_steps(run, 2, carried(run, 2)) == []
+        assert finished_steps(run, 2, carried_artifacts(run, 2)) == []

@@ -11,7 +11,7 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.run.execute import StepError, carried, commit_step, run_step
+from fp8core.run.execute import StepError, carried_artifacts, commit_step, run_step
 from fp8core.run.loop import Execution, train
 from fp8core.run.open import open_directory, open_run
 from fp8core.run.refusals import graph_of
@@ -51,7 +51,11 @@ class Beside(Execution):
         monkeypatch.setattr(EmbeddedEngine, "generate", paced)
 
     def iterate(self, run, index):
-        artifacts, results, tasks = carried(run, index), {}, {planned.name: planned for planned in run.graph.steps}
+        artifacts, results, tasks = (
+            carried_artifacts(run, index),
+            {},
+            {planned.name: planned for planned in run.graph.steps},
+        )
         self._ledger, self._step, self._left = run.directory.ledger, index, self._chunks[index]
         self._written.clear()
 

@@ -6,7 +6,7 @@ import torch
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
 from fp8core.run.batches import read_scales, token_batch
-from fp8core.run.execute import carried
+from fp8core.run.execute import carried_artifacts
 from fp8core.run.loop import begin
 from fp8core.run.resume import rewind_to
 from fp8core.run.verify import verify
@@ -64,7 +64,7 @@ def test_the_trainer_scores_each_token_with_the_weights_that_wrote_it(loop_run, 
             (behaviour,) = tables(run, step, "behaviour")
             for version in {version for row in rollouts["versions"].to_pylist() for version in row}:
                 rewind_to(live, version)
-                scales = read_scales(live, carried(live, version + 1)["scales"])
+                scales = read_scales(live, carried_artifacts(live, version + 1)["scales"])
                 scored = live.trainer.logprobs(token_batch(rollouts), 1.0, scales.layers).logprobs
                 for ours, theirs, row in zip(scored, behaviour, rollouts.to_pylist(), strict=True):
                     written = torch.tensor(row["versions"]) == version

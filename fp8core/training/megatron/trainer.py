@@ -21,7 +21,7 @@ from fp8core.models.weights import ShippedTensors, rollout_formats, stored_weigh
 from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.rl.batch import CorrectedBatch, TokenBatch
 from fp8core.rl.losses import Denominator
-from fp8core.rl.objective import MAXIMA, Objective, ObjectiveTerms, merged
+from fp8core.rl.objective import MAXIMA, Objective, ObjectiveTerms, merge_totals
 from fp8core.store.manifest import installed_version
 from fp8core.training.megatron import parallel
 from fp8core.training.megatron.arguments import check_scale_rule
@@ -142,7 +142,9 @@ class MegatronTrainer(PolicyTrainer):
             current, entropy = (torch.zeros(mask.shape).masked_scatter(mask, x.cpu()) for x in (logprobs, entropies))
             terms = self._objective(current, batch.rows(rows), denominator, entropy)
             nonlocal totals
-            totals = merged(totals, {key: value * micro_batch.counts for key, value in terms.statistics().items()})
+            totals = merge_totals(
+                totals, {key: value * micro_batch.counts for key, value in terms.statistics().items()}
+            )
             # A pack that another process counts is computed for the experts of this one, and adds nothing.
             return terms.loss * micro_batch.counts
 

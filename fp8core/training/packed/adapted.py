@@ -75,7 +75,7 @@ class AdaptedMasters(SharedRows):
             first = tile.row - self.rows_of(tile.name).start
             frozen = self._frozen[tile.name][first : first + TILE]
             rows = slice(tile.row, tile.row + len(frozen))
-            yield tile.cut(self._adapters.merged(tile.name, frozen, rows), tile.row)
+            yield tile.cut(self._adapters.policy_weight(tile.name, frozen, rows), tile.row)
 
     def looked_up(self, name: str) -> Tensor:
         ((part, _),) = self._stacks[name].parts
@@ -136,7 +136,7 @@ class AdaptedMasters(SharedRows):
         return slice(rows.start, rows.stop)
 
     def _merged(self, name: str) -> Tensor:
-        return self._adapters.merged(name, self._frozen[name], self._own_slice(name))
+        return self._adapters.policy_weight(name, self._frozen[name], self._own_slice(name))
 
     def _rounded(self, own: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], str]]:
         """The input of `digest_of`, in BF16; one is made at a time."""

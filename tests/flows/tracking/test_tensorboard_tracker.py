@@ -13,7 +13,7 @@ from flows.tracking.tracker import Table, Training
 from fp8core.config.load import load_config
 
 
-def shown(folder: Path) -> EventAccumulator:
+def read_events(folder: Path) -> EventAccumulator:
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     return events
@@ -32,7 +32,7 @@ def test_metrics_configuration_and_completions_are_there_once(copy_of_trained: C
     copy = copy_of_trained("sqlite:///", services=("tensorboard",))
     for _ in range(2):
         assert copy.publish() == ""
-    events = shown(copy.folder)
+    events = read_events(copy.folder)
     assert steps(events, "core/reward") == [1, 2, 3]
     assert steps(events, "core/heldout") == [0, 2, 3]
     assert "steps: 3\n" in text(events, "config.yaml")
@@ -43,7 +43,7 @@ def test_metrics_configuration_and_completions_are_there_once(copy_of_trained: C
     for file in (copy.folder / "tensorboard").iterdir():
         file.unlink()
     copy.publish()
-    assert steps(shown(copy.folder), "core/reward") == [1, 2, 3]
+    assert steps(read_events(copy.folder), "core/reward") == [1, 2, 3]
 
 
 def test_a_step_that_was_logged_and_not_noted_counts_once(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_step_that_was_logged_and_not_noted_counts_once(tmp_path: Path) -> Non
     again.log_step(2, {"core/reward": 1.0}, 1_700_000_000_002, {})
     again.log_artifact("completions.json", Table(("prompt", "reward"), [("a|b\nc\x1b", 1.0)]))
     again.end("FAILED", "broken", 5_000)
-    events = shown(tmp_path)
+    events = read_events(tmp_path)
     assert [(event.step, event.value) for event in events.Scalars("core/reward")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
     assert events.Scalars("core/reward")[0].wall_time == pytest.approx(1_700_000_000)
     assert text(events, "completions").splitlines()[2] == "| a\\|b<br>c\\x1b | 1.0 |"

@@ -67,7 +67,7 @@ def test_a_setting_replaces_its_default_and_says_so() -> None:
     found = of(**{"alignment.stop.error": 1.05, "alignment.stop.k3": "none", "alignment.stop.patience": 4})
     assert found.limits["error"] == 1.05
     assert "k3" not in found.limits
-    described = found.described()
+    described = found.description()
     assert described["alignment.stop.error"] == "1.05 (configuration)"
     assert described["alignment.stop.k3"] == "none (configuration)"
     assert described["alignment.stop.tokens_differing"] == "0 (exact contract)"

@@ -43,7 +43,7 @@ QWEN = build(QWEN3, "<|im_end|>")
 LLAMA = build(LLAMA3, "<|eot_id|>")
 
 
-def shown(tokenizer, tokens):
+def text_of(tokenizer, tokens):
     """Text with its special tokens."""
     return tokenizer.decode(tokens, special=True)
 
@@ -54,9 +54,9 @@ def test_a_first_turn_is_the_template_with_tools():
         functions = [{"type": "function", "function": tool._asdict()} for tool in tools]
         text = tokenizer.render([Said("system", "Be brief.")._asdict(), QUESTION._asdict()], functions)
         assert prompt == tuple(tokenizer.encode(text))
-        assert ("Calculates <b>anything</b>." in shown(tokenizer, prompt)) == bool(tools)
+        assert ("Calculates <b>anything</b>." in text_of(tokenizer, prompt)) == bool(tools)
     assert text != LLAMA.render([Said("system", "Be brief.")._asdict(), QUESTION._asdict()])
-    assert shown(LLAMA, Talk(LLAMA, "qwen").open(Turn((QUESTION,))).prompt) == LLAMA.render([QUESTION._asdict()])
+    assert text_of(LLAMA, Talk(LLAMA, "qwen").open(Turn((QUESTION,))).prompt) == LLAMA.render([QUESTION._asdict()])
 
 
 def test_a_template_that_leaves_tools_out_is_refused_by_name():
@@ -85,7 +85,7 @@ def test_an_observation_is_the_difference_of_two_renderings(tokenizer, end, obse
     tokens = tokenizer.encode(written + end)
     for _ in range(3):
         found = conversation.observe([Said("tool", " 12 ")], tokens[-1])
-        assert shown(tokenizer, found) == observed + spoken[end]
+        assert text_of(tokenizer, found) == observed + spoken[end]
 
 
 def test_a_conversation_is_what_the_template_makes_of_it():
@@ -107,7 +107,7 @@ def test_the_end_of_a_turn_is_written_once():
     for last, first in (("<|eot_id|>", "<|start"), ("<|eom_id|>", "<|start"), (None, "<|eot_id|><|start")):
         conversation = Talk(LLAMA, "qwen").open(Turn((QUESTION,)))
         ended = None if last is None else LLAMA.encode(last)[0]
-        assert shown(LLAMA, conversation.observe([Said("user", "x")], ended)).startswith(first)
+        assert text_of(LLAMA, conversation.observe([Said("user", "x")], ended)).startswith(first)
 
 
 def test_thoughts_of_earlier_turns_stay():
@@ -116,7 +116,7 @@ def test_thoughts_of_earlier_turns_stay():
     end = QWEN.encode("<|im_end|>")[0]
     for _ in range(2):
         observed = conversation.observe([Said("user", "Higher.")], end)
-        assert shown(QWEN, observed) == "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
+        assert text_of(QWEN, observed) == "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("name", PREFILLS)
@@ -124,7 +124,7 @@ def test_a_turn_that_the_generation_prompt_begins_goes_on_after_a_call(name):
     tokenizer = build(PREFILLS[name], "<|im_end|>")
     conversation = Talk(tokenizer, "qwen", {"enable_thinking": False}).open(Turn((QUESTION,)))
     begun = "<think>\n\n</think>\n\n" if name == "switched off" else "<think>\n"
-    assert shown(tokenizer, conversation.prompt).endswith(f"<|im_start|>assistant\n{begun}")
+    assert text_of(tokenizer, conversation.prompt).endswith(f"<|im_start|>assistant\n{begun}")
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "3*4"}}</tool_call>'
     for _ in range(3):
         closed = "" if name == "switched off" else "</think>"
@@ -132,7 +132,7 @@ def test_a_turn_that_the_generation_prompt_begins_goes_on_after_a_call(name):
         assert len(conversation.action(spoken, "stop").calls) == 1
         unclosed = conversation.action(tokenizer.encode(f"{call}<|im_end|>"), "stop")
         assert len(unclosed.calls) == (name == "switched off")
-        observed = shown(tokenizer, conversation.observe([Said("tool", "12")], spoken[-1]))
+        observed = text_of(tokenizer, conversation.observe([Said("tool", "12")], spoken[-1]))
         assert observed.startswith("\n<|im_start|>")
         assert observed.endswith(f"<|im_start|>assistant\n{begun}")
 
@@ -151,7 +151,7 @@ def test_imitated_control_tokens_are_plain_text(tokenizer, text):
     """In a tool's answer, a question, messages before it, a tool's description: control tokens are the template's."""
 
     def controls(tokens):
-        names = [shown(tokenizer, [i]) for i in tokens]
+        names = [text_of(tokenizer, [i]) for i in tokens]
         return [name for name in names if name in CONTROLS or (name in NAMED and name.strip())]
 
     def both(text):
@@ -163,7 +163,7 @@ def test_imitated_control_tokens_are_plain_text(tokenizer, text):
 
     for tokens, harmless in zip(both(text), both("harmless"), strict=True):
         assert controls(tokens) == controls(harmless)
-        written = shown(tokenizer, tokens)
+        written = text_of(tokenizer, tokens)
         assert (text in written) or json.dumps(text, ensure_ascii=False)[1:-1] in written
 
 
@@ -196,8 +196,8 @@ def test_without_a_template():
 def test_without_a_template_the_tokenizer_begins_a_sequence_once():
     tokenizer = build(None, "<|im_end|>", first="<|begin_of_text|>")
     conversation = Talk(tokenizer, "plain").open(Turn((Said("user", "3*4="),)))
-    assert shown(tokenizer, conversation.prompt) == "<|begin_of_text|>3*4="
-    assert shown(tokenizer, conversation.observe([Said("tool", "12")], tokenizer.end_id)) == "=12"
+    assert text_of(tokenizer, conversation.prompt) == "<|begin_of_text|>3*4="
+    assert text_of(tokenizer, conversation.observe([Said("tool", "12")], tokenizer.end_id)) == "=12"
 
 
 # The format of calls

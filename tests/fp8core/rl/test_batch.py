@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8core.rl.batch import RolloutBatch, TokenBatch, column, length_mask, pad, padded, routes, routes_column
+from fp8core.rl.batch import RolloutBatch, TokenBatch, column, length_mask, pad, pad_column, routes, routes_column
 
 IDS = st.lists(st.integers(0, 1000), min_size=1, max_size=6)
 ROWS = st.lists(st.tuples(IDS, IDS), min_size=1, max_size=7)
@@ -95,7 +95,7 @@ def test_a_column_is_padded_as_its_rows_are(name, data):
     element, values, dtype = ELEMENTS[name]
     chunks = data.draw(st.lists(st.lists(st.lists(values, max_size=5), max_size=4), max_size=3))
     column = pa.chunked_array([pa.array(rows, pa.list_(element)) for rows in chunks], pa.list_(element))
-    found, expected = padded(column, dtype, 1), pad(column.to_pylist(), dtype, 1)
+    found, expected = pad_column(column, dtype, 1), pad(column.to_pylist(), dtype, 1)
     assert found.dtype == expected.dtype == dtype
     assert found.shape == expected.shape
     assert torch.equal(found, expected)

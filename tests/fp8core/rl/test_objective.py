@@ -14,7 +14,7 @@ from fp8core.config.training import CorrectionConfig, FilterConfig
 from fp8core.rl import losses
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import AGGREGATIONS, ClipRange, Denominator, LossInputs
-from fp8core.rl.objective import Objective, merged, whole_batch_setting
+from fp8core.rl.objective import Objective, merge_totals, whole_batch_setting
 from fp8core.rl.presets import PRESETS
 
 LOW, HIGH, CAP = 0.2, 0.28, 1.5
@@ -122,7 +122,7 @@ def test_shares_of_micro_batches_add_up(method, reference_kl):
     totals = {}
     for rows in parts:
         share = objective(method, reference_kl)(current[rows], batch.rows(rows), counts(batch)).statistics()
-        totals = merged(totals, share)
+        totals = merge_totals(totals, share)
     assert totals == pytest.approx(whole, rel=1e-12)
 
 
@@ -322,7 +322,7 @@ def test_without_old_log_probs_each_part_is_corrected_as_in_the_batch_or_refused
         for rows in (slice(0, 2), slice(2, 6)):
             terms = built(current[rows], corrected.rows(rows), denominator)
             terms.loss.backward()
-            totals = merged(totals, terms.statistics())
+            totals = merge_totals(totals, terms.statistics())
         return totals, current.grad
 
     rule = PRESETS[name]

@@ -14,7 +14,7 @@ from fp8core.config.loss import LossConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
-from fp8core.rl.objective import Objective, merged
+from fp8core.rl.objective import Objective, merge_totals
 from fp8core.rl.presets import PRESETS
 
 LOW, HIGH = 0.2, 0.28
@@ -249,7 +249,7 @@ def test_bypass_corrects_for_the_policy_of_each_update(name):
         totals: dict[str, float] = {}
         for part in parts:
             share = built(current[part], batch.rows(part), Denominator.of(batch.policy_mask))
-            totals = merged(totals, share.statistics())
+            totals = merge_totals(totals, share.statistics())
         assert totals == pytest.approx(terms.statistics(), rel=1e-9, abs=1e-12)
         found.append(weights)
     assert (found[0] != found[2]) == (name != "verl/bypass_ppo_clip")

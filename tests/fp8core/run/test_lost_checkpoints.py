@@ -51,7 +51,7 @@ def test_gc_keeps_what_a_resume_goes_on_from(lost, tmp_path):
     shutil.move(tmp_path / "away", lost.folder / "checkpoints" / "00004")
     removal = plan_removal(lost.folder, KeepConfig(last=1))
     remove(lost.folder, removal)
-    assert removal.dropped == [1]
+    assert removal.dropped_steps == [1]
     lost.resume(steps=5, **TOLERANT)
     assert "00004: the checkpoint holds another policy than the run went on from" in lost.said
     assert lost.ledger.last_step() == 5

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.run.execute import carried
+from fp8core.run.execute import carried_artifacts
 from fp8core.run.loop import Execution, begin, train
 from fp8core.run.resume import RedoError
 from fp8core.run.verify import verify
@@ -96,7 +96,7 @@ def test_a_redo_may_differ_in_a_tolerant_run_and_under_new_code(run_copy, cause)
         begin(run)
         assert begun.read() is None, "it is of the policy that is replaced"
         redone = run.directory.ledger.redone(3)["train"]
-        assert carried(run, 4) == {"policy": redone.outputs["next_policy"], "scales": stored["next_scales"]}
+        assert carried_artifacts(run, 4) == {"policy": redone.outputs["next_policy"], "scales": stored["next_scales"]}
         assert run.trainer.digest() == run.store.get_json(redone.outputs["next_policy"])["weights_digest"]
     assert "the run goes on from the new policy and is inexact" in run_copy.said
     assert redone.outputs["next_policy"] != stored["next_policy"]

@@ -106,15 +106,15 @@ def test_a_step_that_any_rule_names_is_kept(keep: KeepConfig, expected: set[int]
 
 def test_of_a_step_that_is_not_kept_its_metrics_policy_and_manifest_stay(folder: Path) -> None:
     removal = gc(folder, KeepConfig(last=2, every=5))
-    assert removal.kept == [0, 5, 10, 11, 12]
-    assert removal.dropped == [1, 2, 3, 4, 6, 7, 8, 9]
+    assert removal.remaining_steps == [0, 5, 10, 11, 12]
+    assert removal.dropped_steps == [1, 2, 3, 4, 6, 7, 8, 9]
     store, ledger = ArtifactStore(folder), LedgerView.read(folder / LEDGER)
-    for step in removal.kept:
+    for step in removal.remaining_steps:
         assert readable(folder, step) == ALL
     for step, entry in ledger.steps().items():
         read = StepManifest.model_validate_json(store.path(entry.manifest).read_bytes()).record
         assert read.step == step
-        if step in removal.kept:
+        if step in removal.remaining_steps:
             named = [content.uri for content in ledger.artifacts(step).values()]
             assert all((folder / uri).is_file() for uri in named)
     # Scales of 4 and 9 are inputs of 5 and 10; rewards are shared with kept steps.
@@ -130,15 +130,15 @@ def test_every_step_from_the_last_intact_checkpoint_on_is_kept(folder: Path) -> 
     shutil.rmtree(folder / "checkpoints" / "00012")
     (folder / "checkpoints" / "00008" / "policy" / "weights").write_text("damaged")
     removal = gc(folder, LAST)
-    assert removal.kept == [0, *range(4, 13)]
+    assert removal.remaining_steps == [0, *range(4, 13)]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["00004", "00008"]
     shutil.rmtree(folder / "checkpoints")
-    assert plan_removal(folder, LAST).dropped == []
+    assert plan_removal(folder, LAST).dropped_steps == []
 
 
 @pytest.mark.parametrize(("reach", "first"), [(0, 12), (4, 8), (5, 4), (9, 1)])
 def test_policies_that_the_next_step_scores_with_stay_in_reach_of_a_checkpoint(folder, reach: int, first: int) -> None:
-    assert plan_removal(folder, LAST, reach=reach).kept == [0, *range(first, 13)]
+    assert plan_removal(folder, LAST, reach=reach).remaining_steps == [0, *range(first, 13)]
 
 
 def test_files_that_the_ledger_does_not_name_go_whatever_is_kept(folder: Path) -> None:
@@ -147,7 +147,7 @@ def test_files_that_the_ledger_does_not_name_go_whatever_is_kept(folder: Path) -
     half_written.touch()
     removal = gc(folder, None)
     assert removal.files == [RemovedFile(orphan.uri, "orphan", orphan.size)]
-    assert removal.dropped == []
+    assert removal.dropped_steps == []
     assert not (folder / orphan.uri).exists()
     assert half_written.exists()
     assert all(readable(folder, step) == ALL for step in range(13))
@@ -161,4 +161,4 @@ def test_a_kill_on_the_way_is_repaired_by_the_next_time(folder: Path) -> None:
     assert (again[0].uri, again[0].size > 0) == ("checkpoints/.00004.partial", True)
     assert not any((folder / each.uri).exists() for each in planned.files)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["00012"]
-    assert LedgerView.read(folder / LEDGER).removed() == set(planned.dropped)
+    assert LedgerView.read(folder / LEDGER).removed_steps() == set(planned.dropped_steps)

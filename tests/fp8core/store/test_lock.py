@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.store.lock import RunLock, is_held
+from fp8core.store.lock import RunLock, has_owner
 
 
 def test_the_second_is_refused_until_the_first_releases(tmp_path: Path) -> None:
@@ -16,9 +16,9 @@ def test_the_second_is_refused_until_the_first_releases(tmp_path: Path) -> None:
     expected = rf"^{tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}; "
     with pytest.raises(UserError, match=expected):
         RunLock.acquire(tmp_path / "lock")
-    assert is_held(tmp_path / "lock")
+    assert has_owner(tmp_path / "lock")
     first.release()
-    assert not is_held(tmp_path / "lock")
+    assert not has_owner(tmp_path / "lock")
     RunLock.acquire(tmp_path / "lock").release()
 
 
