@@ -7,8 +7,6 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from fp8core.config.section import Section, UserSource
 
 _QUESTION = "{question}"
-CHAIN_VOCABULARY = 32
-"""Tokens of a model built for the generated task; its alphabet leaves some of them unused."""
 
 
 class ChainTaskConfig(Section):
@@ -66,6 +64,11 @@ class DataConfig(Section):
         default_factory=dict, description="Variables of the chat template."
     )
     max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Of a model from scratch: the characters of the generated task, or of ASCII text, leave some tokens unused."""
+        return 32 if self.source == "chain" else 128
 
     @model_validator(mode="after")
     def _messages_are_chat(self) -> "DataConfig":

@@ -240,7 +240,7 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
         if warm.demonstrations is None and config.data.source != "chain":
             yield (
                 f"warm_start makes demonstrations of the chain task, but data.source is {config.data.source}; "
-                "set warm_start.demonstrations to a file of your own"
+                "set warm_start.demonstrations to a file of your own, or warm_start to null"
             )
         if warm.step_by_step_share + warm.tool_share > 1:
             yield "warm_start.step_by_step_share and tool_share are more than 1 together"

@@ -139,9 +139,10 @@ def check_prompt(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_
     """Raises UserError as `encode_prompt`, at the cost of encoding only where a text may be too long.
 
     A token stands for a byte at least; where a tokenizer's normaliser lengthens a text, `encode_prompt` still refuses.
+    The characters of a model from scratch are few: of that every prompt is encoded.
     """
     text, _ = prompt_text(problem, config, tokenizer)
-    if len(text.encode()) + _ADDED_TOKENS > longest_prompt(config, max_positions):
+    if config.architecture is not None or len(text.encode()) + _ADDED_TOKENS > longest_prompt(config, max_positions):
         encode_prompt(problem, config, tokenizer, max_positions)
 
 

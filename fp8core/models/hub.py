@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8core.config.data import CHAIN_VOCABULARY
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, first_line, nearest
 from fp8core.models.architecture import Architecture, Experts, RopeScaling
@@ -134,7 +133,7 @@ def model_shape(config: RunConfig) -> Architecture:
     """The decoder that a run would load or build.
     Raises UserError: no model is chosen, or its config.json is missing, unreadable or of another kind of model."""
     if config.architecture is not None:
-        return architecture_from_config(config.architecture, CHAIN_VOCABULARY)
+        return architecture_from_config(config.architecture, config.data.vocabulary_size)
     assert config.model is not None, "RunConfig demands a model or an architecture"
     if config.model in PUBLISHED and config.revision is None and not Path(config.model).is_dir():
         return PUBLISHED[config.model]

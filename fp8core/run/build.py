@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fp8core.config.capability import Environment, Node, this_node
-from fp8core.config.data import CHAIN_VOCABULARY
 from fp8core.config.derived import sft_config, sft_training, teacher_config
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.run import RunConfig
@@ -180,14 +179,14 @@ def build_environment(config: EnvironmentConfig) -> EnvironmentPool:
 
 def _from_scratch(config: RunConfig) -> BaseModel:
     assert config.architecture is not None, "RunConfig demands a model or an architecture"
-    if config.data.source != "chain":
-        raise UserError(
-            f"architecture builds a model for the chain task, but data.source is {config.data.source}; set model"
-        )
-    arch = architecture_from_config(config.architecture, CHAIN_VOCABULARY)
-    # The marks of tool calls, and what a calculator reads besides.
-    alphabet = ALPHABET if config.environment is None else f"{ALPHABET}[]()"
-    tokenizer = character_tokenizer(alphabet, CHAIN_VOCABULARY, EOS)
+    size = config.data.vocabulary_size
+    arch = architecture_from_config(config.architecture, size)
+    if config.data.source == "chain":
+        # The marks of tool calls, and what a calculator reads besides.
+        alphabet = ALPHABET if config.environment is None else f"{ALPHABET}[]()"
+        tokenizer = character_tokenizer(alphabet, size, EOS)
+    else:
+        tokenizer = character_tokenizer("\n" + "".join(map(chr, range(ord(" "), ord("~") + 1))), size, "<eos>")
     return BaseModel(arch, tokenizer, checkpoint=None, revision=None)
 
 

@@ -1,9 +1,15 @@
 """SIGKILL at ten points of a run, in the middle of writes, and a second process on one run."""
 
+import io
+import json
 import socket
 import time
 
 import pytest
+
+from fp8core.report.console import Console
+from fp8core.run.replay import RunSnapshot, replay
+from fp8core.store.artifacts import ArtifactStore
 
 # Spread over the points of a step: a task, its line in the ledger, a shard, a manifest, a checkpoint.
 KILLS = [
@@ -30,15 +36,31 @@ def test_a_run_that_is_killed_at_ten_points_equals_one_that_was_not(new_training
     training.must_have_committed_once(whole)
 
 
-def test_updates_of_muon_are_equal_after_kills(new_training, tmp_path):
+def other_settings(kind, checkpoint, folder):
+    """Muon, or a checkpoint that is asked rows of a file after a system prompt."""
+    if kind == "muon":
+        return {"training.optimiser.name": "muon"}
+    rows = [{"question": f"{n} apples and {n}?", "answer": f"#### {2 * n}"} for n in range(99)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"data.source": str(folder / "rows.jsonl"), "data.system": "Be brief.", "reward.verifier": "integer"}
+    return {**data, "model": str(checkpoint), "architecture": None, "warm_start": None}
+
+
+@pytest.mark.parametrize("kind", ["muon", "system prompt"])
+def test_other_updates_are_equal_after_kills(new_training, small_checkpoint, tmp_path, kind):
     """The second is redone from the first checkpoint, and the fourth has its momentum from the redone third."""
-    muon = {"training.optimiser.name": "muon", "checkpoint.every": 2}
-    expected, training = (new_training("by_muon", runs=tmp_path / name, **muon) for name in ("whole", "killed"))
+    settings = {**other_settings(kind, small_checkpoint, tmp_path), "checkpoint.every": 2}
+    expected, training = (new_training("one", runs=tmp_path / name, **settings) for name in ("whole", "killed"))
     assert expected.live().finished
     for point in ({"before": "2 train"}, {"after": "3 train"}, {"after": "4 step"}):
         assert training.live(**point).killed
     assert training.live().finished
     training.must_equal(expected)
+    if kind == "system prompt":
+        prompts = ArtifactStore(training.folder).get_table(training.ledger.artifacts(3)["prompts"])
+        assert all("<|im_start|>system\nBe brief.<|im_end|>" in text for text in prompts["text"].to_pylist())
+        verdicts = replay(RunSnapshot.read(training.folder), range(3, 4), Console(io.StringIO(), 3))
+        assert [verdict.outcome for verdict in verdicts] == ["equal"]
 
 
 def test_of_a_step_that_was_cut_only_unfinished_groups_are_generated(new_training, whole):

@@ -120,7 +120,7 @@ def test_a_prompt_that_does_not_fit_is_refused(characters, allowed, positions, f
 def test_a_character_that_has_no_token_is_refused_with_its_place(characters):
     asked = problem("é*7-0=", "4", "rows.jsonl:2")
     with pytest.raises(UserError, match=r"^rows\.jsonl:2: the tokenizer has no token for 'é'"):
-        encode_prompt(asked, load_config("tiny"), characters, 256)
+        check_prompt(asked, load_config("tiny"), characters, 256)
 
 
 @pytest.mark.parametrize("limit", [5, 6, 15])
