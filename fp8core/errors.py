@@ -95,10 +95,10 @@ def whole_characters(text: str) -> str:
 
 
 def described_error(error: BaseException, file: str | None = None) -> str:
-    """An exception in a line: its type, its first line, and the last line of `file` that it came through."""
+    """An exception in a line: the last line of `file` that it came through, its type and its first line."""
     passed = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    where = f" ({Path(file).name}:{passed[-1]})" if file is not None and passed else ""
-    return f"{type(error).__name__}: {first_line(error)}{where}"
+    where = f"{Path(file).name}:{passed[-1]}: " if file is not None and passed else ""
+    return f"{where}{type(error).__name__}: {first_line(error)}"
 
 
 def printable(text: str) -> str:

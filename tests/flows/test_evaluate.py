@@ -109,7 +109,7 @@ def test_a_failure_while_it_runs_fails_the_flow_run(run, ask, tmp_path):
     overrides = {"reward.verifier": f"{tmp_path / 'broken.py'}:score"}
     state = ask(run.folder, prompts=2, overrides=overrides)
     assert state.is_failed()
-    assert "2 of 2 answers could not be checked (2 crashed): ZeroDivisionError" in state.message
+    assert "2 of 2 answers could not be checked (2 crashed): broken.py:1: ZeroDivisionError" in state.message
 
 
 @pytest.mark.parametrize(

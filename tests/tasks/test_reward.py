@@ -43,7 +43,7 @@ def test_every_verdict_is_recorded_with_its_reason(scored):
         for row, answer in zip(rows, answered, strict=True):
             kind = zlib.crc32(f"{prompts[answer['group']]}{answer['text']}".encode()) % 3
             assert (row["outcome"], row["reward"], row["detail"]) == {
-                0: ("crashed", 0.0, f"ValueError: no good: {answer['text']} (lengths.py:{line})"),
+                0: ("crashed", 0.0, f"lengths.py:{line}: ValueError: no good: {answer['text']}"),
                 1: ("unparsed", 0.0, "no answer found"),
                 2: ("wrong", 0.5, "reward 0.5"),
             }[kind]
@@ -58,11 +58,11 @@ def test_failures_are_told_and_a_step_goes_on(scored, tmp_path):
     run.resume(steps=3)
     crashed = stored_metrics(run.ledger, run.store, 3)["reward/outcome_crashed"]
     assert f"rewards: {round(16 * crashed)} of 16 answers could not be checked (" in run.said
-    assert "crashed): ValueError: no good: " in run.said
+    assert "crashed): lengths.py:7: ValueError: no good: " in run.said
     assert "held-out prompts: " in run.said
 
 
 def test_a_step_in_which_nothing_can_be_checked_fails(loop_run, tmp_path):
     (tmp_path / "broken.py").write_text("def score(*_): return 1 / 0")
-    with pytest.raises(UserError, match=r"broken\.py:score: 8 of 8 answers could not be checked \(8 crashed\): Zero"):
+    with pytest.raises(UserError, match=r"8 of 8 answers could not be checked \(8 crashed\): broken\.py:1: Zero"):
         loop_run("broken", **{"reward.verifier": f"{tmp_path / 'broken.py'}:score", "reward.workers": 1})
