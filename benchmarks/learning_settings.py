@@ -5,7 +5,9 @@
 
 All trainings of `tiny` have one seed and begin from one warm start, a group's size changes the prompts so that a step
 has 256 completions. `SmolLM2 ...` needs build/real (`benchmarks.real_checkpoint`). Writes
-benchmarks/results/learning_settings.json.
+benchmarks/results/learning_settings.json, prints the tables of docs/guides/hyper-parameters.md and
+docs/guides/does-not-learn.md (`python -m benchmarks.tables learning` does too), and draws
+docs/images/hyper-parameters.svg.
 """
 
 import argparse
@@ -15,7 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.harness import RESULTS, ROOT, Row, write_rows
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from benchmarks.harness import RESULTS, ROOT, Row, table, write_rows
 from benchmarks.small_hopper import Training, run_provenance
 from fp8core.metrics.reward import REWARD
 from fp8core.report.run_data import read_run
@@ -42,13 +47,19 @@ GROUPS: dict[str, dict[str, Sequence[str]]] = {
     },
 }
 FAULTS: dict[str, Sequence[str]] = {
-    "verifier of another format": ["reward.verifier=integer"],
+    "the verifier compares the whole text": ["reward.verifier=benchmarks.random_reward:is_reference"],
     "4 tokens a completion": ["rollout.max_new_tokens=4"],
     "temperature 0.05": ["rollout.temperature=0.05"],
     "rate 1e-7": ["training.learning_rate=1e-7"],
-    "training in BF16": ["precision.training.linear=bf16", "correction.method=none"],
+    "trainer in BF16, not corrected": [
+        "precision.training.linear=bf16",
+        "correction.method=none",
+        "precision.accept_mismatch=true",
+    ],
+    "2 tokens a completion": ["rollout.max_new_tokens=2"],
 }
 REAL = {f"SmolLM2 {rate}": [f"training.learning_rate={rate}"] for rate in ("2e-6", "2e-5", "2e-4")}
+IMAGE = ROOT / "docs" / "images" / "hyper-parameters.svg"
 _STEPS, _FAULT_STEPS, _LAST = 40, 16, 10
 _MEANS = {
     "reward": REWARD.name,
@@ -77,7 +88,10 @@ def main() -> None:
         if not trainings[name].done:
             code = subprocess.run(trainings[name].command, cwd=ROOT).returncode
             print(f"{name}: exit code {code}", flush=True)
-    write_rows(RESULTS / "learning_settings.json", [row(each) for each in trainings.values() if each.done])
+    rows = [row(each) for each in trainings.values() if each.done]
+    write_rows(RESULTS / "learning_settings.json", rows)
+    print(*learning_tables(rows), sep="\n\n")
+    draw(rows)
 
 
 def plan(folder: Path) -> dict[str, Training]:
@@ -97,6 +111,7 @@ def row(training: Training) -> Row:
     run = read_run(training.folder, training.variant)
     last = run.history[-_LAST:]
     means = {name: [step[metric] for step in last if metric in step] for name, metric in _MEANS.items()}
+    said = json.loads((training.folder / "summary.json").read_text())["diagnosis"]
     heldout_steps, heldout = series(run.history, HELDOUT.name)
     return {
         "kind": "learning_setting",
@@ -106,10 +121,47 @@ def row(training: Training) -> Row:
         "heldout_steps": heldout_steps,
         "heldout": [round(value, 4) for value in heldout],
         "last": {name: float(f"{fmean(values):.6g}") for name, values in means.items() if values},
-        "diagnosis": json.loads((training.folder / "summary.json").read_text())["diagnosis"],
+        "diagnosis": said and said.replace(f"{training.folder.parent}/", ""),
         **run_provenance(run.view),
         "command": training.shown,
     }
+
+
+def learning_tables(rows: Sequence[Row]) -> list[str]:
+    """What each setting learned, and what the metrics of each fault say."""
+    learned, faults = [], []
+    for each in rows:
+        last, rewards = each["last"], each["rewards"]
+        if each["name"] in FAULTS:
+            names = ("signal", "right", "unparsed", "cut_off", "gain", "error")
+            faults.append([each["name"], *(f"{last[name]:.5g}" for name in names), each["diagnosis"] or ""])
+        else:
+            ends = f"{fmean(rewards[:_LAST]):.3f} -> {fmean(rewards[-_LAST:]):.3f}"
+            heldout = " -> ".join(f"{each['heldout'][place]:.3f}" for place in (0, len(each["heldout"]) // 4, -1))
+            cells = (f"{last[name]:.{digits}f}" for name, digits in (("signal", 2), ("entropy", 3), ("clipped", 4)))
+            learned.append([each["name"], ends, heldout, *cells])
+    header = ["setting", "reward, first 10 -> last 10", "held-out, first, after a quarter, last"]
+    return [
+        table([*header, "groups with a signal", "entropy", "clipped"], learned),
+        table(["fault", "signal", "right", "unparsed", "cut off", "gain", "error", "diagnosis"], faults),
+    ]
+
+
+def draw(rows: Sequence[Row]) -> None:
+    """Mean reward of three steps, a panel for each setting; black is tiny.yaml."""
+    rewards = {each["name"]: each["rewards"] for each in rows}
+    with rc_context({"svg.hashsalt": "fp8-grpo", "font.size": 10}):
+        figure = Figure(figsize=(12, 7), layout="constrained")
+        panels = figure.subplots(2, 3, sharex=True, sharey=True)
+        for panel, (title, settings) in zip(panels.flat, GROUPS.items(), strict=False):
+            for name in (_USUAL, *settings):
+                means = [fmean(rewards[name][max(0, i - 1) : i + 2]) for i in range(len(rewards[name]))]
+                panel.plot(range(1, len(means) + 1), means, label=name, color="black" if name == _USUAL else None)
+            panel.set(title=title, xlabel="step", ylabel="mean reward, of three steps")
+            panel.grid(alpha=0.3)
+            panel.legend(frameon=False)
+        panels.flat[-1].set_visible(False)
+        figure.savefig(IMAGE, metadata={"Date": None})
 
 
 if __name__ == "__main__":
