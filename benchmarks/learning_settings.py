@@ -1,13 +1,11 @@
 """Train `tiny` under one changed setting after another, and under settings that must fail.
 
     python -m benchmarks.learning_settings --out FOLDER                  all of them; what is done there stays done
-    python -m benchmarks.learning_settings --out FOLDER 'rate 4e-4' ...  some of them, with `rate` also SmolLM2's
+    python -m benchmarks.learning_settings --out FOLDER 'rate 4e-4' ...  some of them
 
-All trainings of `tiny` have one seed and begin from one warm start, a group's size changes the prompts so that a step
-has 256 completions. `SmolLM2 ...` needs build/real (`benchmarks.real_checkpoint`). Writes
-benchmarks/results/learning_settings.json, prints the tables of docs/guides/hyper-parameters.md and
-docs/guides/does-not-learn.md (`python -m benchmarks.tables learning` does too), and draws
-docs/images/hyper-parameters.svg.
+All trainings have one seed and begin from one warm start. Every step has 256 completions, whatever the size of a group.
+Writes benchmarks/results/learning_settings.json, prints the tables of docs/guides/hyper-parameters.md and
+docs/guides/does-not-learn.md (as `python -m benchmarks.tables learning`), draws docs/images/hyper-parameters.svg.
 """
 
 import argparse
@@ -58,11 +56,9 @@ FAULTS: dict[str, Sequence[str]] = {
     ],
     "2 tokens a completion": ["rollout.max_new_tokens=2"],
 }
-REAL = {f"SmolLM2 {rate}": [f"training.learning_rate={rate}"] for rate in ("2e-6", "2e-5", "2e-4")}
 IMAGE = ROOT / "docs" / "images" / "hyper-parameters.svg"
 _STEPS, _FAULT_STEPS, _LAST = 40, 16, 10
 _MEANS = {
-    "reward": REWARD.name,
     "signal": "reward/groups_with_signal",
     "right": "reward/outcome_right",
     "unparsed": "reward/outcome_unparsed",
@@ -70,21 +66,18 @@ _MEANS = {
     "entropy": "rollout/entropy",
     "gradient": "train/grad_norm",
     "clipped": "train/clip_fraction",
-    "kl": "train/reference_kl",
-    "gain": "train/update_gain",
     "error": "alignment/token_mult_prob_error",
-    "ess": "correction/ess",
 }
 """Metrics of which a row has the mean over the last steps."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all but SmolLM2's")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     options = parser.parse_args()
     trainings = plan(options.out.absolute())
-    for name in options.names or [name for name in trainings if name not in REAL]:
+    for name in options.names or trainings:
         if not trainings[name].done:
             code = subprocess.run(trainings[name].command, cwd=ROOT).returncode
             print(f"{name}: exit code {code}", flush=True)
@@ -96,13 +89,11 @@ def main() -> None:
 
 def plan(folder: Path) -> dict[str, Training]:
     """All trainings by name."""
-    settings = {_USUAL: [], **{name: each for group in GROUPS.values() for name, each in group.items()}}
-    steps = {**dict.fromkeys(settings, _STEPS), **dict.fromkeys(FAULTS, _FAULT_STEPS), **dict.fromkeys(REAL, _LAST)}
+    settings = {_USUAL: (), **{name: each for group in GROUPS.values() for name, each in group.items()}, **FAULTS}
     trainings = {}
-    for number, (name, changes) in enumerate({**settings, **FAULTS, **REAL}.items()):
-        config = "real" if name in REAL else "tiny"
-        every = [f"steps={steps[name]}", *changes]
-        trainings[name] = Training(name, folder / f"run{number}", config, tuple(every), steps[name])
+    for number, (name, changes) in enumerate(settings.items()):
+        steps = _FAULT_STEPS if name in FAULTS else _STEPS
+        trainings[name] = Training(name, folder / f"run{number}", "tiny", (f"steps={steps}", *changes), steps)
     return trainings
 
 
@@ -111,39 +102,41 @@ def row(training: Training) -> Row:
     run = read_run(training.folder, training.variant)
     last = run.history[-_LAST:]
     means = {name: [step[metric] for step in last if metric in step] for name, metric in _MEANS.items()}
-    said = json.loads((training.folder / "summary.json").read_text())["diagnosis"]
-    heldout_steps, heldout = series(run.history, HELDOUT.name)
+    sentence = json.loads((training.folder / "summary.json").read_text())["diagnosis"]
     return {
         "kind": "learning_setting",
         "name": training.variant,
         "steps": training.steps,
         "rewards": [round(value, 4) for value in series(run.history, REWARD.name)[1]],
-        "heldout_steps": heldout_steps,
-        "heldout": [round(value, 4) for value in heldout],
+        "heldout": [round(value, 4) for value in series(run.history, HELDOUT.name)[1]],
         "last": {name: float(f"{fmean(values):.6g}") for name, values in means.items() if values},
-        "diagnosis": said and said.replace(f"{training.folder.parent}/", ""),
+        "diagnosis": sentence and sentence.replace(f"{training.folder.parent}/", ""),
         **run_provenance(run.view),
-        "command": training.shown,
+        "command": training.label,
     }
 
 
 def learning_tables(rows: Sequence[Row]) -> list[str]:
-    """What each setting learned, and what the metrics of each fault say."""
+    """What each setting learned, and what the metrics say of faults and of settings with a diagnosis."""
     learned, faults = [], []
     for each in rows:
         last, rewards = each["last"], each["rewards"]
-        if each["name"] in FAULTS:
-            names = ("signal", "right", "unparsed", "cut_off", "gain", "error")
-            faults.append([each["name"], *(f"{last[name]:.5g}" for name in names), each["diagnosis"] or ""])
-        else:
+        heldout = " -> ".join(f"{each['heldout'][place]:.3f}" for place in (0, len(each["heldout"]) // 4, -1))
+        if each["name"] not in FAULTS:
             ends = f"{fmean(rewards[:_LAST]):.3f} -> {fmean(rewards[-_LAST:]):.3f}"
-            heldout = " -> ".join(f"{each['heldout'][place]:.3f}" for place in (0, len(each["heldout"]) // 4, -1))
             cells = (f"{last[name]:.{digits}f}" for name, digits in (("signal", 2), ("entropy", 3), ("clipped", 4)))
             learned.append([each["name"], ends, heldout, *cells])
-    header = ["setting", "reward, first 10 -> last 10", "held-out, first, after a quarter, last"]
+        if each["name"] in FAULTS or each["diagnosis"]:
+            cells = (f"{last[name]:.2f}" for name in ("signal", "right", "unparsed", "cut_off", "gradient"))
+            faults.append(
+                [each["name"], heldout, *cells, f"{last['error']:.6g}", (each["diagnosis"] or "none").partition(":")[0]]
+            )
+    held_out = "held-out, first, after a quarter, last"
     return [
-        table([*header, "groups with a signal", "entropy", "clipped"], learned),
-        table(["fault", "signal", "right", "unparsed", "cut off", "gain", "error", "diagnosis"], faults),
+        table(
+            ["setting", "reward, first 10 -> last 10", held_out, "groups with a signal", "entropy", "clipped"], learned
+        ),
+        table(["fault", held_out, "signal", "right", "unparsed", "cut off", "gradient", "error", "diagnosis"], faults),
     ]
 
 

@@ -293,6 +293,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "cluster": lambda: [_table_of("cluster_hopper", "step_table")],
     "asynchronous": lambda: [_table_of("asynchronous_hopper", "mode_table")],
     "accuracy": lambda: accuracy_tables(stored("real_accuracy")),
+    "learning": lambda: import_module("benchmarks.learning_settings").learning_tables(stored("learning_settings")),
 }
 
 if __name__ == "__main__":
