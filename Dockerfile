@@ -11,6 +11,7 @@ RUN pip install --no-cache-dir --no-deps --constraint constraints/cpu.txt --extr
 COPY pyproject.toml README.md LICENSE prefect.yaml ./
 COPY configs configs
 COPY flows flows
+COPY fp8_grpo fp8_grpo
 COPY tasks tasks
 COPY fp8core fp8core
 RUN pip install --no-cache-dir --constraint constraints/cpu.txt ".[math,datasets,postgres]"

@@ -58,7 +58,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	$(BIN)/python docs/lint_prose.py README.md docs fp8core flows tasks
+	$(BIN)/python docs/lint_prose.py README.md docs fp8core flows tasks fp8_grpo
 	$(BIN)/mypy
 
 format: env

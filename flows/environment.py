@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8core.errors import UserError, first_line, last_words
-from fp8core.processes.end_with_parent import TiedProcess
+from fp8core.processes.end_with_parent import TiedProcess, tied_module
 from fp8core.processes.variables import set_variables
 
 if TYPE_CHECKING:
@@ -30,12 +30,6 @@ SERVER_SETTINGS = {
 }
 """Of every Prefect server that we start; docs/guides/operate.md has them for a user's own."""
 _START_SECONDS = 180.0
-# `prefect`, which ends with its standard input: whoever holds the other end has ended, by SIGKILL too.
-_PREFECT = """
-import os, runpy, signal, sys, threading
-threading.Thread(target=lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
-runpy.run_module("prefect", run_name="__main__", alter_sys=True)
-"""
 NO_TELEMETRY = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -119,7 +113,7 @@ class PrefectServer:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server lives
         words = ["server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"]
         environment = {**SERVER_SETTINGS, **os.environ}
-        self._process = TiedProcess(["-P", "-c", _PREFECT, *words], self._output, environment=environment)
+        self._process = TiedProcess(tied_module("prefect", *words), self._output, environment=environment)
 
     def wait(self) -> None:
         deadline = time.monotonic() + _START_SECONDS

@@ -33,8 +33,9 @@ def imported_parts(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("package", "forbidden", "own"),
     [
-        ("tasks", {"flows", "prefect", "mlflow"}, "tasks"),
-        ("fp8core", {"flows", "tasks", "prefect", "mlflow"}, "fp8core"),
+        ("flows", {"fp8_grpo"}, "flows"),
+        ("tasks", {"fp8_grpo", "flows", "prefect", "mlflow"}, "tasks"),
+        ("fp8core", {"fp8_grpo", "flows", "tasks", "prefect", "mlflow"}, "fp8core"),
         ("fp8core/numerics", {"flows", "tasks", "prefect", "mlflow", "fp8core"}, "fp8core.numerics"),
     ],
 )

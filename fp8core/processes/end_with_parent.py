@@ -46,6 +46,19 @@ class TiedProcess(subprocess.Popen[bytes]):
         self.stdin.close()
 
 
+# A module that ends with its standard input: whoever holds the other end has ended, by SIGKILL too.
+_TIED = """
+import os, runpy, signal, sys, threading
+threading.Thread(target=lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+def tied_module(module: str, *words: str) -> list[str]:
+    """Arguments of Python to run a module that gets SIGTERM when a `TiedProcess` loses its parent."""
+    return ["-P", "-c", _TIED, module, *words]
+
+
 def installed(package: str) -> list[str]:
     """Arguments of Python to run a package or module, and none of the same name in the working directory."""
     return ["-P", "-m", package]
