@@ -29,6 +29,8 @@ SERVER_SETTINGS = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
 }
 """Of every Prefect server that we start; docs/guides/operate.md has them for a user's own."""
+OWN_UI = "http://127.0.0.1:4200"
+"""Where `prefect server start` shows what the server of one training stores."""
 _START_SECONDS = 180.0
 NO_TELEMETRY = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -171,6 +173,7 @@ def prepare_prefect(flow: str) -> None:
         os.environ.update(_guarded_server(_new_login(), origins=""))
         server = PrefectServer()
         os.environ["PREFECT_API_URL"] = server.api
+        os.environ["PREFECT_UI_URL"] = OWN_UI
         refresh_global_settings_context()
         # Prefect sends its last events when Python exits; a function registered before those is called after them.
         atexit.register(server.stop)

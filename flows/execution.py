@@ -132,15 +132,17 @@ class FlowExecution(Execution):
         self._session.wake()
 
     def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
-        self._pages.end_step(Completed())
         began, ended = self._began, time.perf_counter()
         intervals = [*self._intervals, *(result.interval for result in results.values())]
         self._session.overheads.append(overhead_ms((began, ended), intervals))
         seconds = {name: result.entry.seconds for name, result in results.items()}
-        run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
-        if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
-            run.console.sample(*found)
+        with self._pages.place():  # So that its lines are on its page, too.
+            run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
+            if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
+                run.console.sample(*found)
+        self._pages.end_step(Completed())
         self._session.wake()
+        self._session.report.wake()
 
 
 def _as_task(function: Callable[..., Any], name: str) -> Any:

@@ -3,6 +3,7 @@
 import json
 import sys
 from typing import Annotated, Any, TextIO, cast
+from uuid import UUID
 
 from prefect import flow, get_run_logger, runtime
 from prefect.client.orchestration import get_client
@@ -13,7 +14,7 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, kernel_folders, set_engine_variables
 from flows.execution import FlowExecution
-from flows.orchestration import FlowOverrides, LoggedLines, RunName, failed, prepare_logs
+from flows.orchestration import FlowOverrides, LoggedLines, RunName, failed, prepare_logs, run_links
 from flows.run_lookup import load_settings
 from flows.termination import stop_on_sigterm
 from flows.tracking.session import Session, open_session
@@ -73,7 +74,9 @@ def grpo(
     try:
         settings = load_settings(config, merged_overrides(overrides or {}, given))
         if runtime.deployment.id is not None:
-            # A command does so before it starts the flow.
+            # A command does both before it starts the flow.
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_name(UUID(runtime.flow_run.id), run_name(settings))
             with Part("checking model and data", get_run_logger().info):
                 check_runnable(settings.model_copy(update={"run": run_name(settings)}), new_code=new_code)
         return train(settings, new_code=new_code)
@@ -91,7 +94,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> dict[str, Any]:
     set_engine_variables(config)
     compile_first(config, console)
     with (
-        open_session(config, name, console, new_code=new_code) as session,
+        open_session(config, name, console, run_links(), new_code=new_code) as session,
         TrainingPages(session.run) as pages,
         stop_on_sigterm() as stop,
     ):
@@ -114,6 +117,7 @@ def compile_first(config: RunConfig, console: Console) -> None:
 def finish(session: Session, console: Console) -> dict[str, Any]:
     run = session.run
     folder, name, bounds = run.directory.path, run.directory.path.name, stop_bounds(run.config)
+    session.report.close()
     data = read_run(folder, name)
     run.directory.write_text(REPORT, report_html([data]))
     crossed = run.directory.ledger.bounds(START + 1)

@@ -1,15 +1,21 @@
 """Types of the flows' parameters, logs of the flows, and states of a flow run that has no result."""
 
 import logging
+import shlex
+import sys
+from pathlib import Path
 from typing import Annotated, Any, TextIO
 
-from prefect import get_run_logger
+from prefect import get_run_logger, runtime
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
 from prefect.exceptions import CancelledRun, FailedRun
+from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Failed
 from pydantic import Field, WithJsonSchema
 from rich.text import Text
 
+from flows.environment import OWN_UI
 from fp8core.config.run import RUN_NAME
 from fp8core.errors import printable_lines
 
@@ -41,21 +47,38 @@ def _escaped(record: logging.LogRecord) -> bool:
 
 
 class LoggedLines:
-    """A text file whose whole lines go to Prefect's log of this flow run too, without their colours."""
+    """A text file whose whole lines go to Prefect's logs too, without their colours.
+
+    The logs are that of this flow run and, within a page of a step, that of the step.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
+        self._training = FlowRunContext.get()
         self._log = get_run_logger()
         self._rest = ""
 
     def write(self, text: str) -> int:
         *lines, self._rest = f"{self._rest}{text}".split("\n")
+        place = FlowRunContext.get()
+        logs = [self._log] if place in (None, self._training) else [self._log, get_run_logger()]
         for line in filter(str.strip, lines):
-            self._log.info("%s", Text.from_ansi(line).plain)
+            for log in logs:
+                log.info("%s", Text.from_ansi(line).plain)
         return self._file.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+def run_links() -> dict[str, str]:
+    """Words for a user -> the address of this flow run's page, and the command that serves it where nothing does."""
+    page = runtime.flow_run.ui_url
+    if page is None:
+        return {}
+    served = not page.startswith(OWN_UI) or get_current_settings().api.url == f"{OWN_UI}/api"
+    program = shlex.quote(str(Path(sys.executable).with_name("prefect")))
+    return {"Prefect run": page} if served else {"Prefect UI": f"{program} server start", "Prefect run": page}
 
 
 def failed(reason: str, cause: BaseException | None = None) -> State[Any]:

@@ -183,8 +183,9 @@ class TrainingPages:
         place = self._request(
             "create_task_run", _place, self._training_id, str(uuid4()), name=name, task_inputs={"after": after}
         )
+        tags = [self._run.directory.path.name, self._tag]
         made: FlowRun = self._request(
-            "create_flow_run", _step, name, {"step": index}, tags=[self._tag], parent_task_run_id=place.id
+            "create_flow_run", _step, name, {"step": index}, tags=tags, parent_task_run_id=place.id
         )
         return made
 

@@ -50,8 +50,8 @@ class Metric:
 
     name: in stored metrics; `*` stands for a layer, an age, a turn or another such part. text: of the docs, with what
     to change where a value looks wrong. unit: of the y axis. ideal: the value without any error. headline: its name
-    below `core/` in MLflow; without, it is below `detail/`. headline_from_ideal: MLflow shows the value minus the
-    ideal. of_checkpoint: a checkpoint in MLflow has it, too. numbers: rows of the report's table.
+    below `core/` in trackers, which sort names; without, it is below `detail/`. headline_from_ideal: trackers show the
+    value minus the ideal. of_checkpoint: a checkpoint in MLflow has it, too. numbers: rows of the report's table.
     """
 
     name: str

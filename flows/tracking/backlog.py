@@ -60,7 +60,7 @@ class Backlog:
         self._readable = True
 
     def add_report(self, report: Path) -> None:
-        """The training failed: its report follows what is committed."""
+        """A report of what is committed was written: it follows, with completions."""
         self._report = report
 
     def add_result(self) -> None:
@@ -87,8 +87,9 @@ class Backlog:
             publish_result(run, tracker)
             self._finished = False
         if self._report is not None:
-            tracker.log_artifact(REPORT, self._report)
-            self._report = None
+            report, self._report = self._report, None
+            tracker.log_artifact(REPORT, report)
+            publish_completions(run, tracker)
 
     def _note(self, **cursor: int) -> None:
         self._file.change_service(self._service, **cursor)
@@ -189,12 +190,16 @@ def checkpoint_of(run: RunContext, entry: CheckpointEntry) -> Checkpoint:
     )
 
 
+def publish_completions(run: RunContext, tracker: Tracker) -> None:
+    if (completions := completion_groups(run)) is not None:
+        tracker.log_artifact(COMPLETIONS, completions)
+
+
 def publish_result(run: RunContext, tracker: Tracker) -> None:
     folder = run.directory.path
     for place in (f"pictures/{CURVES}", SUMMARY, REPORT):
         tracker.log_artifact(place, folder / Path(place).name)
-    if (completions := completion_groups(run)) is not None:
-        tracker.log_artifact(COMPLETIONS, completions)
+    publish_completions(run, tracker)
     judged = "kept" if stop_bounds(run.config).limits else "not judged"
     bounds = judged if run.directory.ledger.last_bound() is None else "crossed"
     diagnosis = json.loads((folder / SUMMARY).read_bytes())["diagnosis"]

@@ -93,7 +93,7 @@ class MlflowTracker(Tracker):
 
     def links(self) -> Mapping[str, str]:
         ui = ui_command(self.uri)
-        return {self.title: self.page} if ui is None else {"MLflow UI": ui, "then open": self.page}
+        return {self.title: self.page} if ui is None else {"MLflow UI": ui, "MLflow run": self.page}
 
     def start(self, settings: Mapping[str, object]) -> None:
         with store_errors(self.uri):

@@ -14,6 +14,7 @@ from flows.tracking.tracker import Outage, Tracker, Training
 from fp8core.config.run import RunConfig, resume_command
 from fp8core.errors import UserError, first_line, without_passwords
 from fp8core.report.console import Console
+from fp8core.report.summary import REPORT
 from fp8core.run.context import RunContext
 from fp8core.run.loop import TrainingPaused
 from fp8core.run.open import open_directory, open_run
@@ -24,6 +25,8 @@ from fp8core.store.run_directory import RunDirectory
 RETRY_SECONDS = 2.0
 # Longest wait of a finished training for a service that does not answer, and of one that failed or was stopped.
 OUTAGE_PATIENCE_SECONDS, STOPPED_PATIENCE_SECONDS = 60.0, 5.0
+# A report that took a second is not rewritten before this many seconds have passed.
+REPORT_PAUSE = 20.0
 
 
 class Publisher:
@@ -92,12 +95,45 @@ class Publisher:
                 return
 
 
+class LiveReport:
+    """The report of a training under way, which a thread rewrites from the first step on."""
+
+    def __init__(self, run: RunContext, publishers: list[Publisher]) -> None:
+        self._run, self._publishers = run, publishers
+        self._thread = ThreadPoolExecutor(1, "report")
+        self._writing: Future[None] | None = None
+        self._pause_end = 0.0
+
+    def wake(self) -> None:
+        """A step was committed."""
+        if self._writing is not None and self._writing.done() and (error := self._writing.exception()) is not None:
+            self._run.console.note(f"report: not rewritten before the end ({first_line(error)})")
+            self._thread.shutdown()
+            self._pause_end = float("inf")
+        if (self._writing is None or self._writing.done()) and time.monotonic() > self._pause_end:
+            self._writing = self._thread.submit(self._write)
+
+    def close(self) -> None:
+        """Nothing is written from now on."""
+        self._pause_end = float("inf")
+        self._thread.shutdown()
+
+    def _write(self) -> None:
+        began = time.monotonic()
+        report = write_report(self._run)
+        for publisher in self._publishers:
+            publisher.backlog.add_report(report)
+            publisher.wake()
+        self._pause_end = max(self._pause_end, began + (1 + REPORT_PAUSE) * (time.monotonic() - began))
+
+
 @dataclass
 class Session:
     run: RunContext
     trackers: Mapping[str, Tracker]
     """By their names in `tracking.services`."""
     publishers: list[Publisher]
+    report: LiveReport
     overheads: list[float] = field(default_factory=list)
     """Milliseconds outside of tasks, of each step of this process."""
 
@@ -145,22 +181,27 @@ class Session:
 
 
 @contextmanager
-def open_session(config: RunConfig, name: str, console: Console, *, new_code: bool = False) -> Iterator[Session]:
+def open_session(
+    config: RunConfig, name: str, console: Console, links: Mapping[str, str], *, new_code: bool = False
+) -> Iterator[Session]:
     """Open a new or an existing run (arguments and errors: `run.open.open_directory` and `run.open.open_run`).
 
     A new run needs its tracking services from the start; one that a service has goes on without, and publishes later.
+    `links` are shown at the start, with those of the services.
     """
     graph = graph_of(config)
     with open_directory(config, name, new_code=new_code) as directory:
         file = RecordFile(directory.path)
         trackers = _open_trackers(directory, config, name, file)
-        places = {tracker.title: without_passwords(tracker.uri) for tracker in trackers.values()}
-        console.section(f"fp8-grpo run {name}", [], {"folder": str(directory.path), **places})
+        places = {"folder": str(directory.path), "report": f"{directory.path / REPORT} (from step 1 on)"}
+        for tracker in trackers.values():
+            places |= tracker.links()
+        console.section(f"fp8-grpo run {name}", [], {**places, **links})
         try:
             with open_run(config, graph, directory, console) as run:
                 backlogs = [Backlog(run, service, tracker, file) for service, tracker in trackers.items()]
                 publishers = [Publisher(backlog, console) for backlog in backlogs]
-                with _published(Session(run, trackers, publishers)) as session:
+                with _published(Session(run, trackers, publishers, LiveReport(run, publishers))) as session:
                     yield session
         except BaseException as error:
             # Others: Ctrl-C, SIGTERM, a cancelled flow run.
@@ -180,6 +221,7 @@ def _published(session: Session) -> Iterator[Session]:
     try:
         yield session
     except BaseException as error:
+        session.report.close()
         try:
             if isinstance(error, Exception):  # Others stop a training that is continued later; its user waits.
                 session.fail(without_passwords(first_line(error)))

@@ -19,7 +19,7 @@ REWARD = Metric(
     "mean reward, before steps that change rewards",
     unit="mean reward of the step",
     better="higher",
-    headline="reward",
+    headline="1_reward",
     of_checkpoint=True,
     form="decimals",
     curve=Curve("learning", "Reward", include=(0.0, 1.0)),

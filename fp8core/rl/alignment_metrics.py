@@ -22,7 +22,7 @@ TMPE = Metric(
     "`mean exp(|d|)`; heavy tail; as NeMo",
     better="lower",
     ideal=1.0,
-    headline="error_minus_1",
+    headline="3_error_minus_1",
     headline_from_ideal=True,
     of_checkpoint=True,
     form="exact",
@@ -43,7 +43,7 @@ K3 = Metric(
     unit="k3 estimate of KL(g, p), nats",
     better="lower",
     ideal=0.0,
-    headline="k3",
+    headline="4_k3",
     of_checkpoint=True,
     curve=Curve(
         "alignment", "Divergence of training from rollout policy (k3)", log=True, bounds={"NeMo RL: 0.001": 1e-3}

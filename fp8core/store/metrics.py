@@ -17,7 +17,7 @@ HELDOUT = Metric(
     "`training.learning_rate`, or `loss.reference_kl`.*",
     unit="share of unseen prompts right",
     better="higher",
-    headline="heldout",
+    headline="2_heldout",
     of_checkpoint=True,
     form="decimals",
     curve=Curve("learning", "Held-out accuracy", include=(0.0, 1.0)),

@@ -15,8 +15,8 @@ def test_the_tracker_of_the_page_has_every_step_once(example, loop_run, small):
     run = loop_run("tracked", str(folder / "tracked.yaml"), **small, **places, steps=2)
     config = load_config(str(folder / "tracked.yaml"), {**small, **places, "steps": 2, "runs": str(run.folder.parent)})
     for _ in range(2):
-        with open_session(config, run.folder.name, Console(io.StringIO(), 2)) as session:
+        with open_session(config, run.folder.name, Console(io.StringIO(), 2), {}) as session:
             session.follow_ledger()
     files = sorted((run.folder / "csv").iterdir())
     assert [file.name for file in files] == ["00000.csv", "00001.csv", "00002.csv"]
-    assert float(dict(csv.reader(files[2].open()))["core/reward"]) >= 0
+    assert float(dict(csv.reader(files[2].open()))["core/1_reward"]) >= 0

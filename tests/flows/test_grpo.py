@@ -11,6 +11,7 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     FlowRunFilter,
     FlowRunFilterParentFlowRunId,
+    FlowRunFilterTags,
     LogFilter,
     LogFilterFlowRunId,
 )
@@ -47,7 +48,7 @@ def test_a_flow_that_generates_beside_the_update_makes_the_records_of_one_that_t
 def test_exact_contract_gives_a_mismatch_of_exactly_one(three_steps):
     assert three_steps.summary["tmpe_max"] == 1.0
     assert three_steps.summary["tokens_differing"] == 0
-    assert metric(three_steps, "core/error_minus_1") == {1: 0.0, 2: 0.0, 3: 0.0}
+    assert metric(three_steps, "core/3_error_minus_1") == {1: 0.0, 2: 0.0, 3: 0.0}
     assert metric(three_steps, "detail/alignment/tokens_differing") == {1: 0.0, 2: 0.0, 3: 0.0}
 
 
@@ -56,12 +57,13 @@ def test_mlflow_shows_the_run(three_steps):
     assert run.info.status == "FINISHED"
     assert run.data.params["training.learning_rate"] == "0.0001"
     assert run.data.params["precision.rollout.kv_cache"].strip('"') == "fp8"
-    core = {"reward", "length", "entropy", "error_minus_1", "k3", "ess", "clip", "grad_norm", "seconds",
-            "tokens_per_second", "overhead_ms", "groups_with_signal"}  # fmt: skip
-    assert {key for key in run.data.metrics if key.startswith("core/")} == {f"core/{key}" for key in {*core, "heldout"}}
+    first = ["1_reward", "2_heldout", "3_error_minus_1", "4_k3", "5_tokens_per_second"]
+    core = {"length", "entropy", "ess", "clip", "grad_norm", "seconds", "overhead_ms", "groups_with_signal"}
+    shown = sorted(key for key in run.data.metrics if key.startswith("core/"))
+    assert (shown[:5], set(shown[5:])) == ([f"core/{key}" for key in first], {f"core/{key}" for key in core})
     for key in (*(f"core/{name}" for name in core), "detail/time/rollout_seconds", "detail/kv/lag_error"):
         assert set(metric(three_steps, key)) == {1, 2, 3}, key
-    assert set(metric(three_steps, "core/heldout")) == {0, 2, 3}
+    assert set(metric(three_steps, "core/2_heldout")) == {0, 2, 3}
     files = {file.path for folder in ("", "pictures", "samples") for file in
              three_steps.mlflow.list_artifacts(run.info.run_id, folder)}  # fmt: skip
     assert {"config.yaml", "graph.txt", "summary.json", "pictures/curves.png"} <= files
@@ -137,3 +139,13 @@ def test_prefect_s_log_of_a_training_has_the_lines_of_the_console(three_steps):
         wait_for(lambda: any("three: done" in line for line in lines()), "the last line", 30)
         logged = lines()
     assert len([line for line in logged if line.strip().startswith(("1/3 ", "2/3 ", "3/3 "))]) == 3
+
+
+def test_the_page_of_a_step_has_its_line_and_its_sample(three_steps):
+    with get_client(sync_client=True) as client:
+        steps = FlowRunFilter(tags=FlowRunFilterTags(all_=["three"]))
+        (first,) = (run for run in client.read_flow_runs(flow_run_filter=steps) if run.name == "step 1")
+        of_step = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[first.id]))
+        wait_for(lambda: client.read_logs(of_step), "its log", 30)
+        lines = [log.message.strip() for log in client.read_logs(of_step)]
+    assert [line.split()[0] for line in lines[-2:]] == ["1/3", "reward"]

@@ -25,7 +25,7 @@ class Copy(NamedTuple):
     @contextmanager
     def session(self) -> Iterator[tuple[Session, io.StringIO]]:
         out = io.StringIO()
-        with open_session(self.config, self.folder.name, Console(out, self.config.steps)) as session:
+        with open_session(self.config, self.folder.name, Console(out, self.config.steps), {}) as session:
             session.follow_ledger()
             yield session, out
 
@@ -33,7 +33,8 @@ class Copy(NamedTuple):
         """Open a training whose steps are done, and close it; returns what the console said after its header."""
         with self.session() as (session, out):
             session.add_result()
-        return "".join(out.getvalue().splitlines(keepends=True)[3:])
+        _, *lines = out.getvalue().splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("  "))
 
 
 def publish_until(copy: Copy, write: str) -> None:

@@ -61,7 +61,7 @@ def no_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def resume(folder: Path, *overrides: str) -> None:
     """As `fp8-grpo resume`, without Prefect."""
     config = load_settings(str(folder), list(overrides))
-    with open_session(config, folder.name, Console(io.StringIO(), config.steps)) as session:
+    with open_session(config, folder.name, Console(io.StringIO(), config.steps), {}) as session:
         session.follow_ledger()
 
 

@@ -1,5 +1,6 @@
 """What is committed arrives in MLflow once, whatever fails on the way, and the training does not wait for it."""
 
+import io
 import multiprocessing
 import os
 import time
@@ -10,6 +11,7 @@ from published_copy import KILLED, publish_until
 from waiting import wait_for
 
 from flows.tracking.record import ServiceRecord, TrackingRecord, mark_dead, read_record, write_record
+from flows.tracking.session import Session
 from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
 from fp8core.store.layout import LEDGER
@@ -35,8 +37,8 @@ def expected(runs, copy_of_trained, shown) -> Any:
 def test_everything_is_there(expected) -> None:
     (run,) = expected.runs
     assert run["status"] == "FINISHED"
-    assert [step for step, _ in run["metrics"]["core/reward"]] == [1, 2, 3]
-    assert [step for step, _ in run["metrics"]["core/heldout"]] == [0, 2, 3]
+    assert [step for step, _ in run["metrics"]["core/1_reward"]] == [1, 2, 3]
+    assert [step for step, _ in run["metrics"]["core/2_heldout"]] == [0, 2, 3]
     tags = {key: run["tags"][key] for key in ("config", "precision", "bounds")}
     assert tags == {"config": "tiny", "precision": "fp8_block+fp8", "bounds": "kept"}
     steps = {f"manifests/{step:05d}.json" for step in range(4)} | {f"samples/step_00000{step}.json" for step in (1, 3)}
@@ -117,11 +119,26 @@ def test_a_failed_or_stopped_training_says_so(copy_of_trained, runs, shown) -> N
     (run,) = shown(copy.config).runs
     assert (run["status"], run["tags"]["error"]) == ("FAILED", "broken at https://me:***@host\\x1b")
     assert "report.html" in run["files"]
-    assert [step for step, _ in run["metrics"]["core/reward"]] == [1, 2, 3]
+    assert [step for step, _ in run["metrics"]["core/1_reward"]] == [1, 2, 3]
     assert "its last start failed: broken" in (copy.folder / "report.html").read_text()
     copy.publish()
     (run,) = shown(copy.config).runs
     assert (run["status"], "error" in run["tags"]) == ("FINISHED", False)
+
+
+def test_a_training_under_way_has_its_report_and_completions(copy_of_trained, runs, shown) -> None:
+    copy = copy_of_trained(default_tracking_uri(runs))
+    report = copy.folder / "report.html"
+    report.unlink(missing_ok=True)
+    with copy.session() as (session, out):
+        session.report.wake()
+        wait_for(lambda: {"report.html", "completions.json"} <= set(shown(copy.config).runs[0]["files"]), "both", 60)
+        assert shown(copy.config).runs[0]["status"] == "RUNNING"
+        written = report.stat().st_mtime_ns
+        session.report.wake()
+        session.report.close()
+        assert report.stat().st_mtime_ns == written, "reports would take all the time of a short step"
+    assert f"report      {report} (from step 1 on)" in out.getvalue()
 
 
 @pytest.mark.timeout(60)
@@ -129,10 +146,14 @@ def test_a_report_that_breaks_holds_no_thread_up(copy_of_trained, runs, monkeypa
     def broken(*_: Any) -> None:
         raise LookupError("no page")
 
+    def fail(session: Session, out: io.StringIO) -> None:
+        wait_for(lambda: session.report.wake() or "not rewritten before the end (no page)" in out.getvalue(), "why", 30)
+        raise ValueError("first")
+
     monkeypatch.setattr("flows.tracking.session.write_report", broken)
     copy = copy_of_trained(default_tracking_uri(runs))
-    with pytest.raises(LookupError, match="no page"), copy.session() as (session, _):
-        raise ValueError("first")
+    with pytest.raises(LookupError, match="no page"), copy.session() as (session, out):
+        fail(session, out)
     assert [publisher.wait() for publisher in session.publishers] == [None]
 
 

@@ -33,7 +33,7 @@ def test_metrics_configuration_tables_and_files_are_there(copy: Copy, offline: N
     assert copy.publish() == ""
     run = OfflineRun(copy.folder)
     assert [row["step"] for row in run.steps()] == [0, 1, 2, 3]
-    assert [row["step"] for row in run.steps() if "core/heldout" in row] == [0, 2, 3]
+    assert [row["step"] for row in run.steps() if "core/2_heldout" in row] == [0, 2, 3]
     assert (run.config()["steps"], run.config()["tracking"]["services"]) == (3, ["wandb"])
     words = {"alignment_contract: exact", "config: tiny", "precision: fp8_block+fp8", "bounds: kept"}
     assert words | {"diagnosis: none"} <= {*run.tags()}
