@@ -162,8 +162,9 @@ def prefect_pictures(server: str, login: str, out: Path) -> None:
     (step,) = _ask(password, f"{server}/api/flow_runs/filter", second)
     pages = {
         "prefect-deployments.png": (f"{server}/deployments", 1400, 940, "llama-nightly"),
+        "prefect-runs.png": (f"{server}/runs?hide-subflows=true", 1400, 820, run["name"]),
         "prefect-run.png": (f"{server}/runs/flow-run/{run['id']}", 1400, 560, run["name"]),
-        "prefect-step.png": (f"{server}/runs/flow-run/{step['id']}", 1400, 560, step["name"]),
+        "prefect-step.png": (f"{server}/runs/flow-run/{step['id']}", 1400, 900, step["name"]),
         "prefect-form.png": (f"{server}/deployments/deployment/{deployment}/run", 1200, 1150, "overrides (Optional)"),
     }
     with browser() as page:
