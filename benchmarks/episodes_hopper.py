@@ -104,8 +104,8 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.rewards.scorer import Key
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.rollout.engine import PromptGroup, Sampling, sample_seed
-from fp8core.rollout.episodes import Episode, MultiTurn, TurnBudget, run_episodes
+from fp8core.rollout.engine import Completion, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.episodes import MultiTurn, TurnBudget, run_episodes
 from fp8core.rollout.sglang.entry import find_build
 from fp8core.rollout.vllm.settings import CAPTURED_TOKENS
 from fp8core.run.context import gc_freeze
@@ -131,7 +131,7 @@ _PAGE = 16
 class TimedPool:
     """Environments in this process that answer with digits, each after a time that its seed draws.
 
-    It satisfies `rollout.episodes.Pool`.
+    It satisfies `environments.pool.Pool`.
     """
 
     def __init__(self, latest_seconds: float) -> None:
@@ -289,7 +289,7 @@ def _start_sglang(arch: Architecture, contract: PrecisionContract, rows: RowFile
 ENGINES = {"vllm": (_start_vllm, cases.timed_rollout), "sglang": (_start_sglang, timed_generation)}
 
 
-def episode_row(episodes: Sequence[Episode], seconds: float, latest: float, single: float, alike: float) -> Row:
+def episode_row(episodes: Sequence[Completion], seconds: float, latest: float, single: float, alike: float) -> Row:
     """Tokens a second of episodes, and their share of those of single turns.
 
     `single`: tokens a second of rows as long; `alike`: of rows that read and write as many tokens.
@@ -299,7 +299,7 @@ def episode_row(episodes: Sequence[Episode], seconds: float, latest: float, sing
     return {
         "requests": len(episodes),
         "latest_answer_seconds": latest,
-        "row_tokens": sum(len(episode.completion.tokens) for episode in episodes),
+        "row_tokens": sum(len(episode.tokens) for episode in episodes),
         "tokens": written,
         "seconds": round(seconds, 3),
         "tokens_per_s": round(speed, 1),
@@ -360,7 +360,7 @@ def measure_exactness(rows: RowFile, options: argparse.Namespace) -> None:
         formats = PackedFormats(training_formats(contract, layers), rollout_formats(contract, layers), 2048)
         objective = Objective(LossConfig(), CorrectionConfig())
         trainer = PackedTrainer(policy.arch, policy.masters, formats, TrainingConfig(), objective, torch.device("cuda"))
-        before: list[Episode] | None = None
+        before: list[Completion] | None = None
         talk = plain_talk(policy.arch.vocab_size)
         for engine.reads_prefixes in (True, False):
             assert engine.drop_prefixes()
@@ -377,14 +377,13 @@ def measure_exactness(rows: RowFile, options: argparse.Namespace) -> None:
         engine.close()
 
 
-def differing(trainer: PackedTrainer, policy: cases.Policy, episodes: Sequence[Episode]) -> Row:
+def differing(trainer: PackedTrainer, policy: cases.Policy, episodes: Sequence[Completion]) -> Row:
     """How many of the policy's tokens there are, and how many log-probs the trainer has otherwise."""
-    done = [episode.completion for episode in episodes]
-    batch = TokenBatch.of([episode.prompt for episode in episodes], [completion.tokens for completion in done])
+    batch = TokenBatch.of([each.prompt_tokens for each in episodes], [each.tokens for each in episodes])
     scored = trainer.logprobs(batch, 1.0, policy.scales.layers).logprobs
     other = [
         (row[: len(completion.tokens)] != torch.tensor(completion.logprobs))[torch.tensor(completion.policy_mask)]
-        for row, completion in zip(scored, done, strict=True)
+        for row, completion in zip(scored, episodes, strict=True)
     ]
     found = torch.cat(other)
     return {"tokens": len(found), "differing": int(found.sum())}
@@ -397,7 +396,7 @@ def plain_talk(vocabulary: int) -> Talk:
 
 def play(
     engine: Any, talk: Talk, requests: int, prompt: int, row: int, pool: TimedPool, seed: int
-) -> tuple[list[Episode], float]:
+) -> tuple[list[Completion], float]:
     """Episodes of `row` tokens, each with a prompt of its own, by group, and their seconds."""
     drawn = random.Random(seed)
     tasks = {(i, 0): Task("".join(drawn.choices("0123456789+-*", k=prompt)), "", 0) for i in range(requests)}
@@ -407,7 +406,7 @@ def play(
     began = time.perf_counter()
     found = [episode for whole in run_episodes(engine, groups, sampling, multi_turn) for episode in whole]
     seconds = time.perf_counter() - began
-    return sorted(found, key=lambda each: each.completion.group), seconds
+    return sorted(found, key=lambda each: each.group), seconds
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Greedy accuracy on held-out prompts, answered by the rollout engine in its own precision."""
 
 from fp8core.config.steps import NoOptions
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.run.execute import stored_manifest
-from fp8core.run.rollouts import heldout_artifacts, stored_evaluation, turn_table
+from fp8core.run.heldout import heldout_artifacts, stored_evaluation
+from fp8core.run.rollouts import turn_table
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -14,7 +15,7 @@ from tasks.step import step
     outputs_where={"environment": {"heldout_turns": "turns"}},
 )
 def evaluate(
-    run: RunContext, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
+    run: StepContext, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
 ) -> dict[str, Ref]:
     """Every `evaluation.every` steps and at the last; the evaluation of other steps is empty."""
     if _due(run, index):
@@ -22,8 +23,8 @@ def evaluate(
     return stored_evaluation(run, {}, turn_table([], run.config))
 
 
-def _due(run: RunContext, index: int) -> bool:
+def _due(run: StepContext, index: int) -> bool:
     """True every so many steps, and for the last one; what was the last when it was committed stays so."""
-    is_committed = run.directory.ledger.step(index) is not None
+    is_committed = run.ledger.step(index) is not None
     last = stored_manifest(run, index).record.steps if is_committed else run.config.steps
     return index % run.config.evaluation.every == 0 or index == last

@@ -8,12 +8,12 @@ import torch
 
 from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import column, pad, pad_column
-from fp8core.rollout.stream import Row, Stream, StreamLimits
+from fp8core.rollout.engine import Completion
 from fp8core.run.batches import token_batch
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.run.resume import behaviour_logprobs, verified_rows
-from fp8core.run.rollouts import answers, check_episodes, row_tables, stored_endings
-from fp8core.run.stream_writer import StreamPrompts, StreamWriter, chunk_together, open_stream, table_in_flight
+from fp8core.run.rollouts import check_episodes, row_tables
+from fp8core.run.stream import Stream, StreamLimits, StreamWriter, chunk_together, open_stream, table_in_flight
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS
 from fp8core.training.trainer import LogprobError, first_differing
@@ -30,7 +30,7 @@ from tasks.step import step
     },
 )
 def rollout(
-    run: RunContext,
+    run: StepContext,
     index: int,
     options: NoOptions,
     policy: Ref,
@@ -45,21 +45,13 @@ def rollout(
     store = run.store
     config = run.config
     prompt_tables = {} if prompts is None else {index: store.get_table(prompts)}
-    source = StreamPrompts(run, prompt_tables)
     if stream is None:
         open_rows = Stream([], StreamLimits(len(prompt_tables[index]), 0, None), index - 1)
     else:
         open_rows = open_stream(run, stream, index - 1)
-
-    def verify(rows: Sequence[Row]) -> None:
-        """The verifier may begin while others are generated."""
-        due = [row for row in rows if row.batch == index]
-        questions = [source.row(index, group) for group in sorted({row.group for row in due})]
-        run.verifier.begin(answers(questions, stored_endings(*row_tables(due, config, run.tokenizer))))
-
-    writer = StreamWriter(run, index, source, open_rows.rows, verify)
+    writer = StreamWriter(run, index, open_rows.rows, prompt_tables)
     judged_batches = open_rows.whole()
-    rows = open_rows.complete(index, chunk_together(config), writer, source.enter)
+    rows = open_rows.complete(index, chunk_together(config), writer, writer.enter)
     writer.attach_turns([*rows, *open_rows.rows])
     run.sleep_engine()
     # Before the log-probs are verified: some episode must have a token for that.
@@ -74,13 +66,13 @@ def rollout(
     if stream is None:
         return outputs
     return outputs | {
-        "prompts": store.put_table("prompts", source.table([*numbers])),
+        "prompts": store.put_table("prompts", writer.prompts([*numbers])),
         "left": store.put_table("stream", table_in_flight(run, open_rows.rows)),
         "behaviour": store.put_table("behaviour", behaviour_table(run, index, rollouts, rows)),
     }
 
 
-def behaviour_table(run: RunContext, index: int, rollouts: pa.Table, rows: Sequence[Row]) -> pa.Table:
+def behaviour_table(run: StepContext, index: int, rollouts: pa.Table, rows: Sequence[Completion]) -> pa.Table:
     """Raises LogprobError: the loss takes the rollout's log-probs as they are, and one of these is not equal."""
     rows_to_verify = verified_rows(run, index, pad_column(rollouts["written"], torch.bool, False))
     versions = pad([rows[i].versions for i in rows_to_verify], torch.int64, -1)

@@ -1,13 +1,12 @@
-"""Generate ahead of the update: the stream of completions that later steps learn from (`rollout.stream`)."""
+"""Generate ahead of the update: the stream of completions that later steps learn from (`run.stream`)."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from fp8core.config.steps import NoOptions
-from fp8core.rollout.stream import chunks_of, run_ahead
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.run.rollouts import check_episodes
-from fp8core.run.stream_writer import StreamPrompts, StreamWriter, open_stream, table_in_flight
+from fp8core.run.stream import StreamWriter, chunks_of, open_stream, run_ahead, table_in_flight
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -17,17 +16,16 @@ from tasks.step import step
     outputs={"next_stream": "stream", "schedule": "schedule"},
     carries={"stream": "next_stream"},
 )
-def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
+def ahead(run: StepContext, index: int, options: NoOptions, left: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
     """Write beside the update, under the policy that it starts from.
 
     `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it."""
     store = run.store
     open_rows = open_stream(run, left, index)
-    source = StreamPrompts(run)
-    writer = StreamWriter(run, index, source, open_rows.rows)
+    writer = StreamWriter(run, index, open_rows.rows)
     judged_batches = open_rows.whole()
     schedule = chunks_ahead(run, index, lambda: writer.has_more(open_rows.rows))
-    chunks = run_ahead(open_rows, index - 1, schedule, writer, source.enter)
+    chunks = run_ahead(open_rows, index - 1, schedule, writer, writer.enter)
     writer.attach_turns(open_rows.rows)
     # A run cannot play again those of a stored stream. One prompt may well fail, so only whole steps are judged.
     for batch in open_rows.whole():
@@ -39,29 +37,29 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     }
 
 
-def chunks_ahead(run: RunContext, index: int, has_more: Callable[[], bool]) -> Iterable[int | None]:
+def chunks_ahead(run: StepContext, index: int, has_more: Callable[[], bool]) -> Iterable[int | None]:
     """`has_more`: more of them are durable than the stream has."""
     pipeline = run.config.pipeline
     if pipeline.mode == "one_step_off":
         return itertools.repeat(None)
     if pipeline.ahead_tokens is not None:
         return chunks_of(pipeline.ahead_tokens, pipeline.chunk_tokens)
-    refs = {ref.kind: ref for ref in (run.replayed or run.directory.ledger).artifacts(index).values()}
+    refs = {ref.kind: ref for ref in (run.replayed or run.ledger).artifacts(index).values()}
     if "schedule" in refs:
         chunks: list[int] = run.store.get_json(refs["schedule"])["chunks"]
         return chunks
     return _chunks_until_update(run, index, has_more)
 
 
-def _chunks_until_update(run: RunContext, index: int, has_more: Callable[[], bool]) -> Iterator[int]:
+def _chunks_until_update(run: StepContext, index: int, has_more: Callable[[], bool]) -> Iterator[int]:
     policy_artifact = run.graph.carries["policy"]
     chunks = chunks_until_halt(run)
     yield run.config.pipeline.chunk_tokens
-    while policy_artifact not in run.directory.ledger.artifacts(index) or has_more():
+    while policy_artifact not in run.ledger.artifacts(index) or has_more():
         yield next(chunks)
 
 
-def chunks_until_halt(run: RunContext) -> Iterator[int]:
+def chunks_until_halt(run: StepContext) -> Iterator[int]:
     while True:
         run.check_halted()
         yield run.config.pipeline.chunk_tokens

@@ -2,18 +2,17 @@
 
 from fp8core.config.steps import NoOptions
 from fp8core.run.batches import SCORED_COLUMNS, logprob_table, token_batch
-from fp8core.run.build import build_teacher
-from fp8core.run.context import RunContext
+from fp8core.run.context import StepContext
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
 
 @step(inputs={"rollouts": "rollouts"}, outputs={"teacher": "logprobs", "teacher_checkpoint": "teacher_checkpoint"})
-def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> dict[str, Ref]:
+def teacher(run: StepContext, index: int, options: NoOptions, rollouts: Ref) -> dict[str, Ref]:
     """The identity of the teacher's weights is in each step's record."""
     run.sleep_engine()
     if run.workers.teacher is None:
-        run.workers.teacher = build_teacher(run.config, run.tokenizer, run.cluster)
+        run.workers.teacher = run.build_teacher()
         run.workers.teacher_digest = run.workers.teacher.digest()
     store = run.store
     settings = run.config.loss.distillation

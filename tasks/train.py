@@ -1,28 +1,25 @@
 """One GRPO update from stored rollouts and rewards, with stored log-probs or those of its own forward."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-import pyarrow as pa
 import torch
 
 from fp8core.alignment.bounds import ratio_holds_age
 from fp8core.config.steps import NoOptions
-from fp8core.rl.batch import RolloutBatch, pad_column
-from fp8core.rl.objective import row_advantages
+from fp8core.rl.batch import pad_column
 from fp8core.run.batches import (
     UPDATE_COLUMNS,
     compared_rows,
-    observation_mask,
     read_scales,
     rollout_batch,
     stored_scores,
+    stored_update,
     trainer_of_policy,
 )
 from fp8core.run.context import StepContext
 from fp8core.store.artifacts import Ref
-from fp8core.store.tables import ADVANTAGES, COMPLETION_KEY, keys_of
-from fp8core.training.trainer import ScoringTrainer, TrainReport
+from fp8core.store.tables import keys_of
+from fp8core.training.trainer import ScoringTrainer
 from tasks.step import step
 
 
@@ -57,7 +54,9 @@ def train(
     layers = read_scales(run, scales).layers
     versions = ["versions"] if logprobs is None and ratio_holds_age(config) else []
     table = store.get_table(rollouts, [*UPDATE_COLUMNS, *versions])
-    batch = update_batch(run, table, None if logprobs is None else store.get_table(logprobs), rewards, signals)
+    tables = {name: store.get_table(ref) for name, ref in signals.items()}
+    old = None if logprobs is None else store.get_table(logprobs)
+    batch = rollout_batch(table, store.get_table(rewards), old, tables, config)
     if logprobs is not None:
         return stored_update(run, trainer.step(batch, temperature, layers), batch, table)
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
@@ -74,27 +73,3 @@ def train(
         score = replace(score, logprobs=torch.where(batch.fresh_mask, batch.rollout_logprobs, score.logprobs))
     scored_batch = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=score.logprobs)
     return stored_update(run, report, scored_batch, table) | stored_scores(run, version, table, score)
-
-
-def update_batch(
-    run: StepContext, rollouts: pa.Table, logprobs: pa.Table | None, rewards: Ref, signals: Mapping[str, Ref]
-) -> RolloutBatch:
-    store = run.store
-    tables = {name: store.get_table(ref) for name, ref in signals.items()}
-    batch = rollout_batch(rollouts, store.get_table(rewards), logprobs, tables.get("reference"), run.config)
-    if "turns" in tables:
-        batch = replace(batch, observation_mask=observation_mask(rollouts, tables["turns"], batch.policy_mask.shape[1]))
-    if "teacher" in tables:
-        batch = replace(batch, teacher_logprobs=pad_column(tables["teacher"]["logprobs"], torch.float32, 0.0))
-    return batch
-
-
-def stored_update(run: StepContext, report: TrainReport, batch: RolloutBatch, rollouts: pa.Table) -> dict[str, Ref]:
-    store = run.store
-    values = pa.array(row_advantages(batch, run.config.loss, run.config.correction).numpy())
-    columns = [*(rollouts[name] for name in COMPLETION_KEY), values]
-    return {
-        "next_policy": store.put_json("policy", {"version": report.version, "weights_digest": report.digest}),
-        "train_report": store.put_json("train_report", asdict(report)),
-        "advantages": store.put_table("advantages", pa.table(columns, schema=ADVANTAGES)),
-    }

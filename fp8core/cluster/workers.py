@@ -25,7 +25,7 @@ from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.user_loss import shared_loss
-from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport, generated
+from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, Session, SyncReport
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.store.artifacts import ArtifactStore, Ref
@@ -218,7 +218,7 @@ class ReplicatedEngine:
         return agreed(self._members, "other formats", self._workers.gather(self._ask("describe")))
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        yield from generated(self.open_session(sampling), groups)
+        yield from self.open_session(sampling).generate(groups)
 
     def open_session(self, sampling: Sampling) -> "ReplicatedSession":
         self._workers.gather(self._calls("open_session", sampling))
@@ -241,7 +241,7 @@ class ReplicatedEngine:
         return [member.send("call", self._key, method, *arguments) for member in self._members]
 
 
-class ReplicatedSession:
+class ReplicatedSession(Session):
     """Requests in flight in all engines. All of a group are one engine's, whose prefix cache has their last turns."""
 
     def __init__(self, workers: WorkerGroup, key: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.rollout.registry import longest_prompt
 
 HELDOUT_ONE_IN = 8
 
@@ -158,6 +159,11 @@ def prompt_messages(problem: Problem, config: RunConfig) -> list[Message]:
     return [*first, *problem.before, Message("user", question_text(problem, config))]
 
 
+def messages_of(problem: Problem, config: RunConfig) -> str:
+    """As JSON."""
+    return json.dumps(prompt_messages(problem, config))
+
+
 def prompt_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tuple[str, bool]:
     """The text of a prompt, and whether a chat template made it. Raises UserError: there is no way to write it."""
     if config.data.chat and tokenizer.has_template:
@@ -168,8 +174,3 @@ def prompt_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tu
     if problem.before:
         raise UserError(f"{problem.place}: there are turns before the question, and the model has no chat template")
     return question_text(problem, config), False
-
-
-def longest_prompt(config: RunConfig, max_positions: int) -> int:
-    """Tokens of the longest prompt that is accepted; `max_positions` are those that model and engine take."""
-    return min(config.data.max_prompt_tokens, max_positions - config.rollout.max_new_tokens)

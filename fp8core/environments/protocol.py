@@ -1,7 +1,6 @@
 """The protocol of environments. Imported by child processes, hence free of everything heavy."""
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -87,6 +86,40 @@ Reply = tuple[Key, Turn | Outcome, float]
 
 
 @dataclass(frozen=True)
+class TurnRecord:
+    """A turn of the policy and the environment's answer: a row of kind `turns` (`store.tables.TURNS`) without its key.
+
+    Attributes:
+        turn: from 1; turn 0 has the environment's first messages.
+        said: messages of the answer as JSON, of turn 0 also the tools; empty where the answer was an outcome.
+        observation: SHA-256 of `said`.
+        text: of the policy, without the token that ended it.
+        calls: tool calls of the policy, JSON: a list of name and arguments.
+        malformed: why what looked like a call is none, else empty.
+        reward, failed, info: of the answer; `info` as JSON.
+        begin, end: the policy's tokens, a range of the completion's; the answer's follow up to `observation_end`.
+        outcome, detail: of the last turn of a completion that is over: the environment's, or `unparsed` where a budget
+            ended it.
+    """
+
+    turn: int
+    said: str = ""
+    observation: str = ""
+    reward: float = 0.0
+    failed: int = 0
+    info: str = ""
+    text: str = ""
+    calls: str = ""
+    malformed: str = ""
+    begin: int = 0
+    end: int = 0
+    observation_end: int = 0
+    outcome: str = ""
+    detail: str = ""
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
 class Task:
     """A problem as an environment gets it.
 
@@ -115,29 +148,3 @@ class Environment(Protocol):
     def step(self, action: Action) -> Turn | Outcome: ...
 
     def close(self) -> None: ...
-
-
-# JSON is of ASCII: a lone surrogate has no bytes.
-
-
-def opening_json(turn: Turn) -> str:
-    """Messages and tools of a first turn; the same turn gives the same text."""
-    tools = [{**tool._asdict(), "parameters": dict(tool.parameters)} for tool in turn.tools]
-    return json.dumps({"messages": [message._asdict() for message in turn.messages], "tools": tools})
-
-
-def opening_of(text: str) -> Turn:
-    turn = json.loads(text)
-    return Turn(tuple(Said(**message) for message in turn["messages"]), tuple(Tool(**tool) for tool in turn["tools"]))
-
-
-def said_json(messages: Iterable[Said]) -> str:
-    return json.dumps([message._asdict() for message in messages])
-
-
-def said_of(text: str) -> tuple[Said, ...]:
-    return tuple(Said(**message) for message in json.loads(text))
-
-
-def calls_json(calls: Iterable[ToolCall]) -> str:
-    return json.dumps([call._asdict() for call in calls])

@@ -5,7 +5,6 @@ Imported by the processes of pools, hence free of everything heavy.
 
 import inspect
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,10 +38,6 @@ class Verdict:
     outcome: VerdictOutcome
     detail: str
     added: tuple[SideScore, ...] = ()
-
-    @property
-    def reward(self) -> float:
-        return self.score if not self.added else self.score + sum(part.weight * part.score for part in self.added)
 
 
 RIGHT = Verdict(1.0, "right", "")
@@ -203,13 +198,6 @@ def serve_scorer(name: str, options: Mapping[str, Any]) -> Service:
     own = FunctionScorer(function, options)
     own.check_parameters()
     return Service({"verifier": name, "source": digest}, lambda: ScorerHandler(own, file_of(function)))
-
-
-def check_reward(value: float, key: Key) -> None:
-    """Refuse a reward that would poison every advantage of its group. Raises UserError, which names the completion."""
-    if not math.isfinite(value):
-        group, sample = key
-        raise UserError(f"the reward of group {group}, sample {sample} is {value}; rewards must be finite")
 
 
 def _bounded(value: float) -> float:

@@ -221,6 +221,13 @@ class WeightedVerifiers(Verifier):
             verifier.close()
 
 
+def reward_of(verdict: Verdict) -> float:
+    """The score, and the weighted scores of other verifiers."""
+    if not verdict.added:
+        return verdict.score
+    return verdict.score + sum(part.weight * part.score for part in verdict.added)
+
+
 def build_verifier(config: RewardConfig) -> Verifier:
     """Raises UserError: what a verifier needs is not installed, or a function cannot be imported, or be called so."""
     main = _one_verifier(config, "reward.verifier")

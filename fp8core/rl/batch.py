@@ -99,6 +99,11 @@ class RolloutBatch:
         audited: number of a row -> its name, of those whose log-probs under the trainer's policy must be the rollout's.
         observation_mask: bool [B, C], tokens of an environment, by its turns; None without any.
         stale_mask: bool [B, C], tokens of older policies, whose own log-probs are the old ones; None without any.
+        accepted_mask: bool [B, C], tokens that the correction has not rejected; `row_mask` then has rows with any.
+        weights: importance weights, float [B, C].
+        denominator_mask: bool [B, C], the `loss_mask` that the correction has set.
+
+    The last three are None until `Objective.corrected`.
     """
 
     sequences: TokenBatch
@@ -113,6 +118,16 @@ class RolloutBatch:
     audited: Mapping[int, str] = field(default_factory=dict)
     observation_mask: Tensor | None = None
     stale_mask: Tensor | None = None
+    accepted_mask: Tensor | None = None
+    weights: Tensor | None = None
+    denominator_mask: Tensor | None = None
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """bool [B, C], tokens that the loss divides by."""
+        if self.denominator_mask is not None:
+            return self.denominator_mask
+        return self.policy_mask & self.row_mask[:, None]
 
     @property
     def fresh_mask(self) -> Tensor:
@@ -122,23 +137,6 @@ class RolloutBatch:
     def rows(self, rows: slice) -> Self:
         parts: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, sequences=self.sequences.part(rows), **parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorrectedBatch(RolloutBatch):
-    """A batch as the loss reads it (`Objective.corrected`).
-
-    Attributes:
-        loss_mask: bool [B, C], tokens that the loss divides by.
-        accepted_mask: bool [B, C], tokens that the correction has not rejected.
-        weights: importance weights, float [B, C].
-
-    The last two are None as long as there are no old log-probs to correct with.
-    """
-
-    loss_mask: Tensor
-    accepted_mask: Tensor | None = None
-    weights: Tensor | None = None
 
 
 def sampled_rows(policy_mask: Tensor, share: float, purpose: str) -> list[int]:

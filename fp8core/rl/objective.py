@@ -1,7 +1,7 @@
 """The objective of one configuration: mismatch correction, policy loss and reference penalty, composed."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, DistillationConfig, LossConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.rl.alignment_metrics import clamp_exponent
-from fp8core.rl.batch import CorrectedBatch, RolloutBatch
+from fp8core.rl.batch import RolloutBatch
 from fp8core.rl.correction import correct
 from fp8core.rl.losses import (
     AGGREGATIONS,
@@ -103,23 +103,19 @@ class Objective:
         self._entropy_weight = loss.entropy
         self._distillation = loss.distillation
 
-    def corrected(self, batch: RolloutBatch) -> tuple[CorrectedBatch, dict[str, float]]:
+    def corrected(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
         """The batch with its weights and without the rows that have no token left, and the correction's metrics.
 
         In bypass mode weights, accepted tokens and metrics are those of the first update. A batch without old log-probs
         is corrected later, part by part; where that would be another correction, `whole_batch_setting` names why.
         """
-        values = {field.name: getattr(batch, field.name) for field in fields(RolloutBatch)}
-        whole_batch = CorrectedBatch(**values, loss_mask=batch.policy_mask & batch.row_mask[:, None])
-        if batch.old_logprobs is None:
-            return whole_batch, {}
-        return self._apply_correction(batch.old_logprobs, whole_batch)
+        return (batch, {}) if batch.old_logprobs is None else self._apply_correction(batch.old_logprobs, batch)
 
-    def _apply_correction(self, training: Tensor, batch: CorrectedBatch) -> tuple[CorrectedBatch, dict[str, float]]:
+    def _apply_correction(self, training: Tensor, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
         correction = correct(self._rule, training, batch.rollout_logprobs, batch.loss_mask)
         corrected_batch = replace(
             batch,
-            loss_mask=correction.loss_mask,
+            denominator_mask=correction.loss_mask,
             accepted_mask=correction.accepted_mask,
             weights=correction.weights if self._has_weights else correction.accepted_mask.to(correction.weights.dtype),
             row_mask=batch.row_mask & correction.row_mask,
@@ -127,7 +123,7 @@ class Objective:
         return corrected_batch, correction.metrics
 
     def __call__(
-        self, current: Tensor, batch: CorrectedBatch, denominator: Denominator, entropy: Tensor | None = None
+        self, current: Tensor, batch: RolloutBatch, denominator: Denominator, entropy: Tensor | None = None
     ) -> ObjectiveTerms:
         """Loss of a micro-batch.
 
@@ -163,7 +159,7 @@ class Objective:
             teacher_kl=token_mean(-_towards_teacher(batch), batch.loss_mask, denominator),
         )
 
-    def _inputs(self, current: Tensor, batch: CorrectedBatch, denominator: Denominator) -> LossInputs:
+    def _inputs(self, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> LossInputs:
         old = batch.rollout_logprobs if self._bypass else batch.old_logprobs
         assert old is not None, "old log-probs are given, or those of the call"
         # In bypass mode of the current policy, as verl (`compute_policy_loss_bypass_mode`).
@@ -185,16 +181,14 @@ class Objective:
         assert entropy is not None, "loss.entropy needs the entropy of each token"
         return self._entropy_weight * self._aggregate(entropy.double(), mask, denominator)
 
-    def _penalty(
-        self, current: Tensor, batch: CorrectedBatch, denominator: Denominator, aggregate: Aggregate
-    ) -> Tensor:
+    def _penalty(self, current: Tensor, batch: RolloutBatch, denominator: Denominator, aggregate: Aggregate) -> Tensor:
         if batch.reference_logprobs is None:
             assert self._reference_weight == 0, "loss.reference_kl needs the reference step"
             return torch.zeros((), dtype=torch.float64)
         return reference_penalty(current, batch.reference_logprobs, batch.loss_mask, denominator, aggregate)
 
 
-def reward_slope(loss: Tensor, current: Tensor, batch: CorrectedBatch, denominator: Denominator) -> Tensor:
+def reward_slope(loss: Tensor, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> Tensor:
     """Positive if descent along `loss` makes rewarded completions likelier: a share of the batch's mean, FP64 scalar.
 
     The mean over rows of -d loss / d log-prob, averaged over the row's tokens, times the row's centred reward. It is 0
@@ -212,8 +206,7 @@ def reward_slope(loss: Tensor, current: Tensor, batch: CorrectedBatch, denominat
 def row_advantages(batch: RolloutBatch, loss: LossConfig, rule: CorrectionConfig) -> Tensor:
     """FP64 [B]: what the loss multiplies by, a mean over the tokens of a row that were not rejected; 0 without any."""
     assert batch.old_logprobs is not None, "the update was made"
-    mask = batch.policy_mask & batch.row_mask[:, None]
-    correction = correct(correction_rule(rule), batch.old_logprobs, batch.rollout_logprobs, mask)
+    correction = correct(correction_rule(rule), batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
     accepted_mask = correction.accepted_mask
     values = _applied_advantages(batch, loss.distillation).double()
     if values.dim() == 1:

@@ -22,10 +22,10 @@ from fp8core.rollout.engine import (
     Probe,
     PromptGroup,
     Sampling,
+    Session,
     SyncReport,
     check_scales,
     finish_of,
-    generated,
 )
 from fp8core.rollout.registry import EngineEntry
 
@@ -158,7 +158,7 @@ class EmbeddedEngine:
         self._scales = None
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        yield from generated(self.open_session(sampling), groups)
+        yield from self.open_session(sampling).generate(groups)
 
     def open_session(self, sampling: Sampling) -> "EmbeddedSession":
         assert self._weights is not None, "update() comes before open_session()"
@@ -204,7 +204,7 @@ class EmbeddedEngine:
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
 
 
-class EmbeddedSession:
+class EmbeddedSession(Session):
     """Requests that are decoded together; those that come meanwhile wait. A token depends on its row alone."""
 
     def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int) -> None:

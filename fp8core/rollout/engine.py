@@ -1,6 +1,7 @@
 """The interface of every rollout engine: token ids in, token ids and their log-probs out, weights replaced in place."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,9 @@ from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from fp8core.environments.protocol import TurnRecord
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.rewards.scorer import Key
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec
 
 _Value = TypeVar("_Value")
@@ -79,36 +82,78 @@ def finish_of(tokens: Sequence[int], prefix_length: int, sampling: Sampling) -> 
     return "length" if prefix_length + len(tokens) == sampling.max_new_tokens else "open"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Completion:
-    """One rollout.
+    """A completion: an episode of one turn, or of several with an environment; complete or in flight.
+
+    An engine sets the fields up to `experts`, with the tokens that are new.
 
     Attributes:
-        tokens: new ids, the stop token included.
+        tokens: all after the prompt, the stop token included.
         logprobs: FP32 log-prob of each token under the distribution it was drawn from (nats).
-        finish: `stop_string` of what was cut after one, `open` of what had no more room; `turns`, `observation` of an
+        finish: `stop_string` of what was cut after one, `open` of what goes on later; `turns`, `observation` of an
             episode that its environment did not end.
         experts: when reported, int16 [positions, sparse layers, k], ascending; of all positions but the last.
         policy_mask: which tokens the policy wrote; its environment wrote the others. None: it wrote them all.
+        prompt_tokens: the environment's first messages, or the group's prompt where it said none.
+        batch: step of the prompt.
+        versions: of each token, that of the policy that wrote it.
+        ended: tick of the stream at which the last token was written (`run.stream`).
+        turns: with an environment, turn 0 and those that are answered.
     """
 
     group: int
     sample: int
-    tokens: list[int]
-    logprobs: list[float]
-    finish: Finish
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish = "open"
     experts: Tensor | None = field(default=None, compare=False)
     policy_mask: list[bool] | None = None
+    prompt_id: str = ""
+    seed: int = 0
+    prompt_tokens: list[int] = field(default_factory=list)
+    batch: int = 0
+    versions: list[int] = field(default_factory=list)
+    ended: int = 0
+    turns: list[TurnRecord] = field(default_factory=list)
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any], experts: Tensor | None = None) -> "Completion":
+        """From a row of kind `stream`, as `row` gives it."""
+        values = {**row, "finish": row["finish"] or "open", "experts": experts}
+        written = values.pop("written", [])
+        values["policy_mask"] = None if all(written) else written
+        values["turns"] = [TurnRecord(**turn) for turn in row.get("turns", ())]
+        return cls(**values)
+
+    def row(self) -> dict[str, Any]:
+        """Columns of kinds `rollouts` and `stream`, of which no table has all; the finish is empty in flight."""
+        written = [True] * len(self.tokens) if self.policy_mask is None else self.policy_mask
+        turns = [vars(turn) for turn in self.turns]
+        return {**vars(self), "finish": "" if self.in_flight else self.finish, "written": written, "turns": turns}
+
+    def anew(self) -> "Completion":
+        """Of the same prompt and seed, with nothing written."""
+        row = Completion(self.group, self.sample, prompt_id=self.prompt_id, seed=self.seed, batch=self.batch)
+        row.prompt_tokens = self.prompt_tokens
+        return row
+
+    @property
+    def key(self) -> Key:
+        return self.group, self.sample
+
+    @property
+    def in_flight(self) -> bool:
+        return self.finish == "open"
 
     @property
     def length(self) -> int:
+        """Tokens that the policy wrote."""
         return len(self.tokens) if self.policy_mask is None else sum(self.policy_mask)
 
-    def rest(self, before: int) -> "Completion":
-        policy_mask = None if self.policy_mask is None else self.policy_mask[before:]
-        tokens = self.tokens[before:]
-        logprobs = self.logprobs[before:]
-        return replace(self, tokens=tokens, logprobs=logprobs, policy_mask=policy_mask)
+    def part(self, begin: int, end: int | None = None) -> "Completion":
+        mask = None if self.policy_mask is None else self.policy_mask[begin:end]
+        return replace(self, tokens=self.tokens[begin:end], logprobs=self.logprobs[begin:end], policy_mask=mask)
 
 
 @dataclass(frozen=True)
@@ -161,21 +206,39 @@ class RolloutEngine(Protocol):
     def close(self) -> None: ...
 
 
-class Session(Protocol):
+class Session(ABC):
     """Requests in flight; what they give depends on none of the others."""
 
     @property
+    @abstractmethod
     def busy(self) -> bool: ...
 
+    @abstractmethod
     def add(self, groups: Sequence[PromptGroup]) -> None:
         """Several groups may have one number, as long as none of their samples is in flight."""
-        ...
 
+    @abstractmethod
     def step(self) -> list[Completion]:
         """Move all by one token or so: the completions that are finished now, in any order."""
-        ...
 
+    @abstractmethod
     def close(self) -> None: ...
+
+    def generate(self, groups: Sequence[PromptGroup]) -> Iterator[list[Completion]]:
+        """Whole groups, until the session ends."""
+        open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
+        sizes = {group.group: len(group.seeds) for group in groups}
+        with closing(self):
+            self.add(groups)
+            while self.busy:
+                finished = list[Completion]()
+                for completion in self.step():
+                    completions = open_[completion.group]
+                    completions.append(completion)
+                    if len(completions) == sizes[completion.group]:
+                        finished += sorted(open_.pop(completion.group), key=lambda each: each.sample)
+                if finished:
+                    yield finished
 
 
 @runtime_checkable
@@ -185,23 +248,6 @@ class StreamingEngine(RolloutEngine, Protocol):
     def open_session(self, sampling: Sampling) -> Session:
         """Nothing else may be asked of the engine meanwhile."""
         ...
-
-
-def generated(session: Session, groups: Sequence[PromptGroup]) -> Iterator[list[Completion]]:
-    """Whole groups, until the session ends."""
-    open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
-    sizes = {group.group: len(group.seeds) for group in groups}
-    with closing(session):
-        session.add(groups)
-        while session.busy:
-            finished = list[Completion]()
-            for completion in session.step():
-                completions = open_[completion.group]
-                completions.append(completion)
-                if len(completions) == sizes[completion.group]:
-                    finished += sorted(open_.pop(completion.group), key=lambda each: each.sample)
-            if finished:
-                yield finished
 
 
 def sample_seed(run_seed: int, step: int, group: int, sample: int) -> int:

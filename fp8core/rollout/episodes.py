@@ -5,18 +5,25 @@ tokens so far (`PromptGroup.prefix_tokens`). They are drawn by the episode's own
 replies decides when a token is written, and never which.
 """
 
-import math
+import json
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, cast
+from typing import Any, cast
 
+from fp8core.config.run import RunConfig
 from fp8core.environments.chat import Conversation, ObservationError, Talk
-from fp8core.environments.protocol import Action, Outcome, Reply, Task, Turn, calls_json, opening_json, said_json
+from fp8core.environments.pool import Pool, opening_record, reply_of, turn_record
+from fp8core.environments.protocol import Action, Outcome, Reply, Said, Task, Turn, TurnRecord
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture
+from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, RolloutEngine, Sampling, StreamingEngine
+from fp8core.rollout.registry import longest_prompt, longest_row
 
 _LOOK_SECONDS = 1.0
 """Longest wait for environments before the caller may look after something else."""
@@ -30,15 +37,6 @@ _Repeated = deque[tuple[Turn, Action | None]]
 """What an environment is to say again, and what it is asked then; the last one may be yet to be answered (None)."""
 
 
-class EpisodePrefix(NamedTuple):
-    """Tokens of an episode that goes on, replies, and the ends of the answered turns of the policy."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    replies: Sequence[Turn]
-    ends: Sequence[int]
-
-
 @dataclass(frozen=True)
 class TurnBudget:
     """Tokens of a turn of the policy, of an observation and of the first messages; None: no other limit."""
@@ -47,65 +45,6 @@ class TurnBudget:
     turn_tokens: int | None = None
     observation_tokens: int | None = None
     prompt_tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class TurnRecord:
-    """A turn of the policy and what the environment answered.
-
-    Attributes:
-        begin, end: the policy's tokens, a range of the completion's; the answer's follow up to `observation_end`.
-        said: the answer's messages, JSON as of `said_json`; empty where the answer was an outcome.
-        calls: tool calls of the policy, JSON: a list of name and arguments.
-        malformed: why what looked like a call is none, else empty.
-    """
-
-    begin: int
-    end: int
-    observation_end: int
-    said: str
-    calls: str
-    malformed: str
-    failed: int
-    reward: float
-    info: Mapping[str, float]
-    seconds: float = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Episode:
-    """An episode that is over, or goes on later and has `open` for its finish.
-
-    Attributes:
-        prompt: the environment's first messages, or the group's where it said none.
-        outcome: the environment's; `unparsed` where a budget ended the episode. Where the policy never spoke, the
-            completion is one token that it did not write.
-        reward: of all turns together, beside what a verifier gives.
-        began: the environment's first answer; None without an environment.
-        state: of one that goes on, for `MultiTurn.prefixes`.
-    """
-
-    completion: Completion
-    prompt: tuple[int, ...]
-    turns: tuple[TurnRecord, ...]
-    outcome: str
-    reward: float
-    detail: str
-    began: Turn | Outcome | None = None
-    opening_seconds: float = field(default=0.0, compare=False)
-    state: "EpisodeState | None" = field(default=None, compare=False, repr=False)
-
-    @property
-    def key(self) -> Key:
-        return self.completion.group, self.completion.sample
-
-    @property
-    def goes_on(self) -> bool:
-        return self.completion.finish == "open"
-
-    @property
-    def opening(self) -> str:
-        return opening_json(self.began) if isinstance(self.began, Turn) else ""
 
 
 class EpisodeState:
@@ -120,10 +59,8 @@ class EpisodeState:
         self._row_tokens = row_tokens
         self._logprobs = list[float]()
         self._policy_mask = list[bool]()
+        # Turn 0 is the environment's first answer.
         self._turns = list[TurnRecord]()
-        self._reward = 0.0
-        self._began: Turn | Outcome | None = None
-        self._opening_seconds = 0.0
         self._conversation: Conversation | None = None
         # The tokens of a turn of the policy that goes on.
         self._turn = list[int]()
@@ -150,26 +87,26 @@ class EpisodeState:
         self._max_tokens = max_tokens
         self._wrote = False
 
-    def restore(self, prefix: EpisodePrefix) -> None:
-        for reply, end in zip(prefix.replies, [*prefix.ends, None], strict=True):
-            heard = self.on_reply(reply, 0.0)
-            assert heard is None, "it was not over"
-            turn = slice(len(self.tokens), end)
-            self._write(prefix.tokens[turn], prefix.logprobs[turn])
-            if end is not None:
+    def restore(self, prefix: Completion) -> None:
+        """Take in what a run has stored of an episode that goes on."""
+        for turn, answered in zip_longest(prefix.turns, prefix.turns[1:]):
+            reply = self.on_reply(reply_of(turn), 0.0)
+            assert reply is None, "an outcome ends an episode"
+            place = slice(len(self.tokens), None if answered is None else answered.end)
+            self._write(prefix.tokens[place], prefix.logprobs[place])
+            if answered is not None:
                 self._end_turn("stop" if self.tokens[-1] in self._talk.tokenizer.eos_ids else "length")
-        assert self.tokens == [*prefix.tokens], "an observation has other tokens now"
+        assert self.tokens == prefix.tokens, "an observation has other tokens now"
 
-    def on_completion(self, completion: Completion) -> Action | Episode:
+    def on_completion(self, completion: Completion) -> Action | Completion:
         self._write(completion.tokens, completion.logprobs)
         self._wrote = True
-        if completion.finish != "open":
+        if not completion.in_flight:
             return self._end_turn(completion.finish)
         return self._end_turn("length") if len(self._turn) == self._budget.turn_tokens else self._leave("open")
 
-    def on_reply(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
+    def on_reply(self, reply: Turn | Outcome, seconds: float) -> Completion | None:
         """The episode where it is over or goes on later, else None."""
-        self._reward += reply.reward
         if self._conversation is None:
             return self._begin(reply, seconds)
         end = len(self.tokens)
@@ -178,24 +115,20 @@ class EpisodeState:
         if isinstance(reply, Turn):
             ended = self._observe(reply, self._conversation)
             outcome = "unparsed"
-            said = said_json(reply.messages)
             self.heard.append(reply)
         else:
             ended = (cast(Finish, action.finish), reply.detail)
             outcome = reply.outcome
-            said = ""
-        begin = self._turns[-1].observation_end if self._turns else 0
-        spoken = (calls_json(action.calls), action.malformed)
-        told = (dict(reply.info), seconds)
-        self._turns.append(TurnRecord(begin, end, len(self.tokens), said, *spoken, reply.failed, reply.reward, *told))
+        record = turn_record(len(self._turns), action, reply, seconds)
+        begin = self._turns[-1].observation_end
+        self._turns.append(replace(record, begin=begin, end=end, observation_end=len(self.tokens)))
         if ended is not None:
             finish, detail = ended
             return self._leave(finish, outcome, detail)
         return self._leave("open") if self._max_tokens is not None and self._wrote else None
 
-    def _begin(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
-        self._began = reply
-        self._opening_seconds = seconds
+    def _begin(self, reply: Turn | Outcome, seconds: float) -> Completion | None:
+        self._turns.append(opening_record(reply, seconds))
         if isinstance(reply, Outcome):
             return self._leave("stop", reply.outcome, reply.detail)
         most = self._budget.prompt_tokens
@@ -247,35 +180,23 @@ class EpisodeState:
         self._logprobs += logprobs
         self._policy_mask += [by_policy] * len(tokens)
 
-    def _leave(self, finish: Finish, outcome: str = "", detail: str = "") -> Episode:
+    def _leave(self, finish: Finish, outcome: str = "", detail: str = "") -> Completion:
+        last = replace(self._turns[-1], outcome=outcome, detail=detail)
         if not self.tokens:
+            # The policy never spoke: a token stands for what it would have written.
             self._extend([self._talk.tokenizer.end_id], [0.0], False)
-        policy_mask = None if all(self._policy_mask) else [*self._policy_mask]
-        completion = Completion(*self.key, [*self.tokens], [*self._logprobs], finish, policy_mask=policy_mask)
-        told = tuple(self._turns), outcome, self._reward, detail, self._began, self._opening_seconds
-        return Episode(completion, self.request.prompt, *told, self if finish == "open" else None)
-
-
-class Pool(Protocol):
-    """Environments of open episodes (`environments.pool.EnvironmentPool`)."""
-
-    def begin(self, episode: Key, task: Task) -> None: ...
-
-    def act(self, episode: Key, action: Action) -> None: ...
-
-    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
-        """`wait`: for at least one, if it comes in time."""
-        ...
-
-    def rest(self, episode: Key) -> None:
-        """It may be ended where others need its room."""
-        ...
-
-    def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
-        """True if it is open, began with this task and was asked exactly this; else it ends."""
-        ...
-
-    def end(self, episode: Key) -> None: ...
+            last = replace(last, observation_end=1)
+        return Completion(
+            *self.key,
+            [*self.tokens],
+            [*self._logprobs],
+            finish,
+            policy_mask=None if all(self._policy_mask) else [*self._policy_mask],
+            prompt_id=self.request.prompt_id,
+            seed=self.request.seeds[0],
+            prompt_tokens=[*self.request.prompt],
+            turns=[*self._turns[:-1], last],
+        )
 
 
 @dataclass(frozen=True)
@@ -283,48 +204,61 @@ class MultiTurn:
     """Environments, the form of conversations with them, their tasks, and budgets.
 
     Attributes:
-        prefixes: episodes that go on, as a call has left or as a run has stored them. An environment that is closed is
-            asked the same again; one that answers otherwise has crashed.
+        prefixes: episodes that go on, as a run has stored them. An environment that is closed is asked the same again;
+            one that answers otherwise has crashed.
         max_tokens: tokens that an episode writes, at most to the end of one turn and its answer; None: to its end.
+        states: of episodes that go on, as the last call has left them; each call takes them in place of prefixes.
     """
 
     pool: Pool
     talk: Talk
     tasks: Mapping[Key, Task]
     budget: TurnBudget
-    prefixes: Mapping[Key, EpisodePrefix | Episode] = field(default_factory=dict)
+    prefixes: Mapping[Key, Completion] = field(default_factory=dict)
     max_tokens: int | None = None
+    states: dict[Key, EpisodeState] = field(default_factory=dict)
+
+    def release(self, state: EpisodeState, episode: Completion) -> None:
+        if episode.in_flight:
+            self.states[episode.key] = state
+            self.pool.rest(episode.key)
+        else:
+            self.pool.end(episode.key)
 
 
 def one_turn_episodes(
     engine: RolloutEngine,
     groups: Sequence[PromptGroup],
     sampling: Sampling,
-    prefixes: Mapping[Key, EpisodePrefix | Episode] = MappingProxyType({}),
-) -> Iterator[list[Episode]]:
+    prefixes: Mapping[Key, Completion] = MappingProxyType({}),
+) -> Iterator[list[Completion]]:
     """Episodes that the policy's turn ends, in the parts in which the engine gives them.
 
-    `prefixes`: tokens and log-probs of those that go on from `PromptGroup.prefix_tokens`."""
-    asked = {group.group: group for group in groups}
+    `prefixes`: those that go on from `PromptGroup.prefix_tokens`."""
+    by_number = {group.group: group for group in groups}
     left = sum(len(group.samples) for group in groups)
     for part in engine.generate(groups, sampling) if groups else ():
         left -= len(part)
-        yield [_one_turn(done, asked[done.group], prefixes.get((done.group, done.sample))) for done in part]
+        yield [_whole(done, by_number[done.group], prefixes.get(done.key)) for done in part]
     assert left == 0, "the engine ended without all completions"
 
 
-def _one_turn(done: Completion, group: PromptGroup, prefix: EpisodePrefix | Episode | None) -> Episode:
-    if prefix is not None:
-        before = len(group.prefix_of(group.samples.index(done.sample)))
-        known = prefix.completion if isinstance(prefix, Episode) else prefix
-        tokens = [*known.tokens[:before], *done.tokens]
-        done = replace(done, tokens=tokens, logprobs=[*known.logprobs[:before], *done.logprobs])
-    return Episode(done, group.prompt, (), "judge", 0.0, "")
+def _whole(done: Completion, group: PromptGroup, prefix: Completion | None) -> Completion:
+    i = group.samples.index(done.sample)
+    before = 0 if prefix is None else len(group.prefix_of(i))
+    return replace(
+        done,
+        tokens=done.tokens if prefix is None else [*prefix.tokens[:before], *done.tokens],
+        logprobs=done.logprobs if prefix is None else [*prefix.logprobs[:before], *done.logprobs],
+        prompt_id=group.prompt_id,
+        seed=group.seeds[i],
+        prompt_tokens=[*group.prompt],
+    )
 
 
 def run_episodes(
     engine: StreamingEngine, groups: Sequence[PromptGroup], sampling: Sampling, multi_turn: MultiTurn
-) -> Iterator[list[Episode]]:
+) -> Iterator[list[Completion]]:
     """Play all episodes at once; each yield holds those that have finished since, in order of group and sample.
 
     One is empty after each second in which no environment answered: the caller may end it all then. With
@@ -337,11 +271,10 @@ def run_episodes(
     session = engine.open_session(sampling)
     open_ = dict[Key, EpisodeState]()
     repeated = dict[Key, _Repeated]()
-    finished = list[Episode]()
+    finished = list[Completion]()
 
-    def leave(episode: Episode) -> None:
-        del open_[episode.key]
-        (pool.rest if episode.goes_on else pool.end)(episode.key)
+    def leave(episode: Completion) -> None:
+        multi_turn.release(open_.pop(episode.key), episode)
         finished.append(episode)
 
     try:
@@ -367,7 +300,7 @@ def run_episodes(
             for completion in session.step() if session.busy else []:
                 episode = open_[completion.group, completion.sample]
                 said = episode.on_completion(completion)
-                if isinstance(said, Episode):
+                if isinstance(said, Completion):
                     leave(said)
                 elif again := _to_repeat(pool, episode):
                     repeated[episode.key] = again
@@ -411,20 +344,17 @@ def _all_opened(groups: Sequence[PromptGroup], row_tokens: int, multi_turn: Mult
     for group in groups:
         for sample, seed in zip(group.samples, group.seeds, strict=True):
             key = group.group, sample
-            prefix = multi_turn.prefixes.get(key)
-            if isinstance(prefix, Episode):
-                assert prefix.state is not None, "it is over"
-                episode = prefix.state
-            else:
+            episode = multi_turn.states.pop(key, None)
+            if episode is None:
                 request = replace(group, samples=(sample,), seeds=(seed,))
                 episode = EpisodeState(request, multi_turn.tasks[key], multi_turn.talk, multi_turn.budget, row_tokens)
-                if prefix is not None:
-                    episode.restore(prefix)
+                if key in multi_turn.prefixes:
+                    episode.restore(multi_turn.prefixes[key])
             episode.begin_call(multi_turn.max_tokens)
             yield episode
 
 
-def _new(finished: list[Episode]) -> Iterator[list[Episode]]:
+def _new(finished: list[Completion]) -> Iterator[list[Completion]]:
     if finished:
         yield sorted(finished, key=lambda episode: episode.key)
         finished.clear()
@@ -439,3 +369,94 @@ def _requests(asked: Sequence[EpisodeState]) -> list[PromptGroup]:
         )
         for episode in asked
     ]
+
+
+def task_of(row: Mapping[str, Any], seed: int) -> Task:
+    """Of a row of kind `prompts`."""
+    *before, (_, question) = json.loads(row["messages"])
+    columns = json.loads(row.get("columns") or "{}")
+    # Generators refuse negative seeds, NumPy's among them.
+    return Task(question, row["reference"], seed % 2**64, tuple(Said(*message) for message in before), columns)
+
+
+@dataclass(frozen=True)
+class EpisodePlayer:
+    """`longest`: most tokens of an environment's first messages; `states`: as of `MultiTurn`."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    longest: int
+    states: dict[Key, EpisodeState] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: RunConfig, tokenizer: Tokenizer, arch: Architecture) -> "EpisodePlayer":
+        return cls(config, tokenizer, longest_prompt(config, longest_row(config, arch)))
+
+    def sampling(self) -> Sampling:
+        rollout = self.config.rollout
+        return Sampling(rollout.temperature, rollout.max_new_tokens, self.tokenizer.eos_ids)
+
+    def evaluation_sampling(self, temperature: float) -> Sampling:
+        """At a temperature of the evaluation's own; 0 is greedy."""
+        return Sampling(temperature, self.config.rollout.max_new_tokens, self.tokenizer.eos_ids)
+
+    def play(
+        self,
+        engine: RolloutEngine,
+        groups: Sequence[PromptGroup],
+        prompts: Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        pool: Pool | None = None,
+        prefixes: Mapping[Key, Completion] = MappingProxyType({}),
+    ) -> Generator[list[Completion], None, None]:
+        """Whole episodes, as they are over or reach the limit of their groups.
+
+        Args:
+            prompts: rows of kind `prompts`, of these groups or more.
+            pool: None without an environment: the policy's turn ends each episode.
+            prefixes: of groups that have tokens.
+        """
+        if pool is None:
+            strings = self.config.rollout.stop_strings
+            for episodes in one_turn_episodes(engine, groups, sampling, prefixes):
+                yield [cut_at(one, self.tokenizer, strings) for one in episodes]
+            return
+        limits = self.config.environment
+        assert limits is not None, "a pool is of an environment"
+        if not isinstance(engine, StreamingEngine):
+            raise UserError(
+                f"environment.name={limits.name}: rollout.engine={self.config.rollout.engine} has no open_session, "
+                "which takes requests while others are in flight"
+            )
+        rows = {row["group"]: row for row in prompts}
+        tasks = {
+            (group.group, sample): task_of(rows[group.group], seed)
+            for group in groups
+            for sample, seed in zip(group.samples, group.seeds, strict=True)
+        }
+        budget = TurnBudget(limits.max_turns, limits.turn_tokens, limits.observation_tokens, self.longest)
+        max_tokens = groups[0].max_tokens[0] if groups and groups[0].max_tokens else None
+        talk = Talk.of(self.config, self.tokenizer)
+        multi_turn = MultiTurn(pool, talk, tasks, budget, prefixes, max_tokens, self.states)
+        # An episode has its own tokens, and its limit is that of all turns together.
+        yield from run_episodes(
+            engine, [replace(group, prefix_tokens=(), max_tokens=()) for group in groups], sampling, multi_turn
+        )
+
+
+def cut_at(completion: Completion, tokenizer: Tokenizer, strings: Sequence[str]) -> Completion:
+    """The completion up to the token that completes the first of the strings, as of an engine that stops there."""
+    if not strings:
+        return completion
+
+    def complete(count: int) -> bool:
+        text = tokenizer.decode(completion.tokens[:count])
+        return any(string in text for string in strings)
+
+    whole = len(completion.tokens)
+    if not complete(whole):
+        return completion
+    count = bisect_left(range(whole), True, key=complete)
+    experts = completion.experts
+    cut = replace(completion.part(0, count), finish="stop_string")
+    return cut if experts is None else replace(cut, experts=experts[: len(experts) - (whole - count)])

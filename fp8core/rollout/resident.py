@@ -24,10 +24,10 @@ from fp8core.rollout.engine import (
     Probe,
     PromptGroup,
     Sampling,
+    Session,
     SyncReport,
     check_scales,
     finish_of,
-    generated,
 )
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, Share, Shares, written_scales
@@ -133,7 +133,7 @@ class ResidentEngine(ABC):
         return self._read_back(scales)
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        yield from generated(self.open_session(sampling), groups)
+        yield from self.open_session(sampling).generate(groups)
 
     def open_session(self, sampling: Sampling) -> "ResidentSession":
         """Raises UserError: the engine cannot sample at this temperature."""
@@ -259,7 +259,7 @@ class ResidentEngine(ABC):
         """Drop what still runs."""
 
 
-class ResidentSession:
+class ResidentSession(Session):
     def __init__(self, engine: ResidentEngine, sampling: Sampling) -> None:
         self._engine = engine
         self._sampling = sampling

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, longest_prompt
+from fp8core.data.prompt import Problem
 from fp8core.evaluation.measure import Measurement, measure, score_prompt
 from fp8core.evaluation.parts import Text
 from fp8core.progress import Progress
@@ -16,22 +16,22 @@ from fp8core.rewards.scorer import Verdict
 from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, RolloutEngine
-from fp8core.rollout.registry import longest_row
+from fp8core.rollout.episodes import EpisodePlayer
+from fp8core.rollout.registry import longest_prompt, longest_row
 from fp8core.run.batches import scales_of
 from fp8core.run.build import build_base, build_engine, build_environment, build_trainer, open_cluster
-from fp8core.run.episodes import EpisodePlayer
+from fp8core.run.heldout import all_of
 from fp8core.run.open import check_opening, check_stop_strings
 from fp8core.run.policy import check_formats, check_report
 from fp8core.run.precision_gap import texts_of
 from fp8core.run.rollouts import (
-    all_of,
     check_outcomes,
+    ends_of,
     failures,
     groups_of,
     problem_table,
-    score,
-    stored_endings,
-    tables_of,
+    row_tables,
+    verdicts_of,
 )
 from fp8core.training.trainer import Trainer
 
@@ -81,10 +81,10 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
         texts = texts_of(questions.problems[: questions.text_count], config, base.tokenizer, positions)
         answer_logprob = _answer_logprob(engine, config, texts, positions)
         description = engine.describe()
-    rollouts, turns = tables_of(episodes, groups, config, base.tokenizer)
+    rollouts, turns = row_tables(episodes, config, base.tokenizer)
     check_outcomes(config, turns)
-    verdicts = [episode.verdict for episode in score(verifier, prompts, stored_endings(rollouts, turns))]
-    measurement = _measurement(questions, [one.completion for one in episodes], verdicts)
+    verdicts = verdicts_of(verifier, ends_of(prompts, rollouts, turns))
+    measurement = _measurement(questions, episodes, verdicts)
     return PrecisionAnswers(measurement, description, failures(config, verdicts), answer_logprob)
 
 

@@ -1,5 +1,7 @@
 """Stored rollouts and rewards as batches of a trainer, and its scores as stored tables."""
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -10,15 +12,15 @@ from torch import Tensor
 
 from fp8core.config.run import RunConfig
 from fp8core.numerics.kv_scales import LayerAmax, LayerScales, scale_distance, scales_from_statistics
-from fp8core.rewards.scorer import check_reward
 from fp8core.rl.advantages import ESTIMATORS, Groups, informative
 from fp8core.rl.batch import RolloutBatch, TokenBatch, column, pad_column, routes, sampled_rows
+from fp8core.rl.objective import row_advantages
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import StepContext
-from fp8core.run.rollouts import counts
+from fp8core.run.rollouts import check_reward, counts
 from fp8core.store.artifacts import Ref
-from fp8core.store.tables import COMPLETION_KEY, LOGPROBS, keys_of, row_numbers, scores_of
-from fp8core.training.trainer import ScoredBatch, Trainer, minibatches
+from fp8core.store.tables import ADVANTAGES, COMPLETION_KEY, LOGPROBS, keys_of, row_numbers, scores_of
+from fp8core.training.trainer import ScoredBatch, Trainer, TrainReport, minibatches
 
 
 def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
@@ -77,6 +79,17 @@ def stored_scores(run: StepContext, version: int, rollouts: pa.Table, score: Sco
     }
 
 
+def stored_update(run: StepContext, report: TrainReport, batch: RolloutBatch, rollouts: pa.Table) -> dict[str, Ref]:
+    store = run.store
+    values = pa.array(row_advantages(batch, run.config.loss, run.config.correction).numpy())
+    columns = [*(rollouts[name] for name in COMPLETION_KEY), values]
+    return {
+        "next_policy": store.put_json("policy", {"version": report.version, "weights_digest": report.digest}),
+        "train_report": store.put_json("train_report", asdict(report)),
+        "advantages": store.put_table("advantages", pa.table(columns, schema=ADVANTAGES)),
+    }
+
+
 def compared_rows(config: RunConfig, index: int, policy_mask: Tensor) -> Tensor:
     """bool [rows]: completions whose log-probs under both policies are compared; `policy_mask`: bool [rows, C]."""
     if config.logprobs.source != "rollout":
@@ -112,10 +125,12 @@ def rollout_batch(
     rollouts: pa.Table,
     rewards: pa.Table,
     logprobs: pa.Table | None,
-    reference: pa.Table | None,
+    signals: Mapping[str, pa.Table],
     config: RunConfig,
 ) -> RolloutBatch:
-    """Raises UserError: a reward is not finite (a step of the user's own may have made it)."""
+    """The batch of an update; `signals`: tables of `reference`, `teacher` and `turns`, as far as there are any.
+
+    Raises UserError: a reward is not finite (a step of the user's own may have made it)."""
     for key, reward in zip(keys_of(rewards), rewards["reward"].to_pylist(), strict=True):
         check_reward(reward, key)
     old = rollouts if logprobs is None and config.logprobs.source == "rollout" else logprobs
@@ -123,16 +138,24 @@ def rollout_batch(
     groups = torch.tensor(rewards["group"].to_pylist())
     baseline = baseline_mask(rewards, config)
     estimator = ESTIMATORS[config.loss.advantage]
+    policy_mask = pad_column(rollouts["written"], torch.bool, False)
+    turns = signals.get("turns")
     return RolloutBatch(
         sequences=policy_batch(rollouts),
-        policy_mask=pad_column(rollouts["written"], torch.bool, False),
-        rollout_logprobs=pad_column(rollouts["logprobs"], torch.float32, 0.0),
-        old_logprobs=pad_column(old["logprobs"], torch.float32, 0.0) if old is not None else None,
-        reference_logprobs=pad_column(reference["logprobs"], torch.float32, 0.0) if reference else None,
+        policy_mask=policy_mask,
+        rollout_logprobs=logprob_tensor(rollouts),
+        old_logprobs=None if old is None else logprob_tensor(old),
+        reference_logprobs=logprob_tensor(signals["reference"]) if "reference" in signals else None,
+        teacher_logprobs=logprob_tensor(signals["teacher"]) if "teacher" in signals else None,
+        observation_mask=None if turns is None else observation_mask(rollouts, turns, policy_mask.shape[1]),
         advantages=estimator(Groups.of(values, groups, baseline), config.loss.advantage_epsilon).float(),
         row_mask=torch.tensor(rewards["keep"].to_pylist()),
         centred_rewards=centred_rewards(values, groups, baseline).float(),
     )
+
+
+def logprob_tensor(table: pa.Table) -> Tensor:
+    return pad_column(table["logprobs"], torch.float32, 0.0)
 
 
 def observation_mask(rollouts: pa.Table, turns: pa.Table, columns: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,8 @@ class StepContext:
     """The pipeline; it has the names of artifacts."""
     store: ArtifactStore
     """Reads and writes the artifacts of this run."""
+    ledger: LedgerView
+    """Finished tasks and steps of this run; only to be read."""
     source: PromptSource
     tokenizer: Tokenizer
     arch: Architecture
@@ -71,6 +73,11 @@ class StepContext:
     workers: Workers = field(default_factory=Workers, repr=False)
     reply_seconds: dict[int, list[float]] = field(default_factory=dict, repr=False)
     """By step, what each reply of an environment took."""
+    build_reference: Callable[[], Trainer] = field(repr=False)
+    """Load the policy that GRPO started from."""
+    build_teacher: Callable[[], Trainer] = field(repr=False)
+    rebuild_policies: Callable[[Sequence[int]], None] = field(repr=False)
+    """Make `workers.policy_versions` have these versions, ascending; the trainer holds its own again afterwards."""
     halted: threading.Event = field(default_factory=threading.Event, repr=False)
     """Set when a task of the step failed or the run was interrupted: parallel tasks must stop."""
 
@@ -133,7 +140,8 @@ class RunContext(StepContext):
         return weights
 
     def close(self) -> None:
-        # Weights in a cycle that was frozen would stay.
+        # Weights in a cycle would stay; these two have the context itself.
+        del self.build_reference, self.rebuild_policies
         gc.unfreeze()
         if self.cluster is not None:
             # Parts on ranks would be dropped only after the call that a rank computes, which may take an hour.

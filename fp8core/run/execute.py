@@ -18,7 +18,7 @@ from fp8core.alignment.bounds import unverifiable
 from fp8core.config.step_graph import PlannedStep
 from fp8core.config.steps import import_step
 from fp8core.errors import NotRecordedError, UserError, described_error, printable
-from fp8core.run.context import RunContext
+from fp8core.run.context import RunContext, StepContext
 from fp8core.run.policy import SyncError
 from fp8core.store.artifacts import Ref, contents
 from fp8core.store.json_text import canonical_json
@@ -252,12 +252,12 @@ def code_of(run: RunContext, index: int) -> str:
     return stored_manifest(run, index).record.code_version if is_committed else run.code_version
 
 
-def stored_manifest(run: RunContext, index: int) -> StepManifest:
+def stored_manifest(run: StepContext, index: int) -> StepManifest:
     return run.store.get_manifest(committed_step(run, index).manifest)
 
 
-def committed_step(run: RunContext, index: int) -> StepEntry:
-    entry = run.directory.ledger.step(index)
+def committed_step(run: StepContext, index: int) -> StepEntry:
+    entry = run.ledger.step(index)
     assert entry is not None, f"step {index} is not committed"
     return entry
 

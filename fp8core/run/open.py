@@ -16,10 +16,11 @@ from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, public_dump, resume_command
 from fp8core.config.step_graph import StepGraph
 from fp8core.data.demonstrations import own_demonstrations
-from fp8core.data.prompt import Problem, PromptSource, check_length, longest_prompt, prompt_text
+from fp8core.data.prompt import Problem, PromptSource, check_length, messages_of, prompt_text
 from fp8core.data.source import CheckedSource, build_source, check_problems, failed_answer
 from fp8core.durable import check_writable
 from fp8core.environments.chat import ObservationError, Talk
+from fp8core.environments.pool import Pool
 from fp8core.environments.protocol import Outcome, Turn
 from fp8core.errors import InvalidReply, StoredFileError, UserError
 from fp8core.freed_memory import keep_freed_memory
@@ -28,12 +29,13 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rollout.engine import sample_seed
-from fp8core.rollout.episodes import Pool
-from fp8core.rollout.registry import longest_row
+from fp8core.rollout.episodes import task_of
+from fp8core.rollout.registry import longest_prompt, longest_row
 from fp8core.run.build import (
     BaseModel,
     build_base,
     build_environment,
+    build_teacher,
     find_base,
     find_teacher,
     members_node,
@@ -41,8 +43,9 @@ from fp8core.run.build import (
     wants_gpus,
 )
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import messages_of, task_of
+from fp8core.run.policy import initial_trainer
 from fp8core.run.refusals import check_cluster, check_memory, graph_of, uncorrected_lag
+from fp8core.run.resume import rebuild_policies
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import LEDGER, shards_of_steps
 from fp8core.store.ledger import START, LedgerView, SegmentEntry
@@ -134,6 +137,10 @@ def open_run(
             graph=graph,
             directory=directory,
             store=directory.store,
+            ledger=directory.ledger,
+            build_reference=lambda: initial_trainer(run),
+            build_teacher=lambda: build_teacher(config, base.tokenizer, cluster),
+            rebuild_policies=lambda versions: rebuild_policies(run, versions),
             tokenizer=base.tokenizer,
             arch=base.arch,
             source=source,

@@ -32,12 +32,13 @@ from fp8core.rewards.final_answer import MARKER
 from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales
+from fp8core.rollout.episodes import EpisodePlayer
 from fp8core.rollout.registry import longest_row
 from fp8core.run.batches import scales_of
 from fp8core.run.build import build_engine, find_base
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import EpisodePlayer
-from fp8core.run.rollouts import groups_of, heldout_accuracy, prompt_table
+from fp8core.run.heldout import heldout_accuracy
+from fp8core.run.rollouts import groups_of, prompt_table
 from fp8core.store.ledger import START
 
 _SEED = 0

@@ -18,10 +18,10 @@ from fp8core.config.steps import import_step
 from fp8core.rl.batch import TokenBatch, sampled_rows
 from fp8core.run.batches import read_scales
 from fp8core.run.checkpoint import load_state
-from fp8core.run.context import RunContext
+from fp8core.run.context import RunContext, StepContext
 from fp8core.run.execute import carried_artifacts, code_of, finished_steps, intact, stored_manifest, task_errors
 from fp8core.run.policy import keep_policy, push
-from fp8core.run.stream_writer import stream_rows, stream_table
+from fp8core.run.stream import stream_rows, stream_table
 from fp8core.store.artifacts import Ref
 from fp8core.store.json_text import value_differences
 from fp8core.store.ledger import START, RedoEntry
@@ -194,14 +194,14 @@ def _tell_changes(run: RunContext, last: int, before: StepRecord) -> None:
         run.console.note(f"libraries differ from those of step {last}: {changes}; steps redone may differ")
 
 
-def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> tuple[Tensor, Tensor]:
+def behaviour_logprobs(run: StepContext, batch: TokenBatch, versions: Tensor) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of every token of completions under the version that wrote it, FP32 [B, longest].
 
     The trainer holds its version again afterwards. `versions`: int64 [B, longest], -1 where there is no token."""
     # One that is made again may leave the run another trainer, and another copy of those before it.
     policy_versions = sorted(set(versions[versions >= 0].tolist()))
     run.sleep_engine()
-    _rebuild_kept_policies(run, policy_versions)
+    run.rebuild_policies(policy_versions)
     policies = {version: run.workers.policy_versions[version] for version in policy_versions}
     trainer = run.trainer
     scores = (torch.zeros(versions.shape), torch.zeros(versions.shape))
@@ -217,11 +217,11 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
     return scores
 
 
-def verified_rows(run: RunContext, index: int, policy_mask: Tensor) -> list[int]:
+def verified_rows(run: StepContext, index: int, policy_mask: Tensor) -> list[int]:
     return sampled_rows(policy_mask, run.config.pipeline.verified_share, f"behaviour/{run.config.seed}/{index}")
 
 
-def _rebuild_kept_policies(run: RunContext, versions: Sequence[int]) -> None:
+def rebuild_policies(run: RunContext, versions: Sequence[int]) -> None:
     """`versions`: ascending. Raises RedoError: an update gave another policy."""
     missing = [version for version in versions if version not in run.workers.policy_versions]
     newest = run.trainer.version

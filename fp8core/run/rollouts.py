@@ -1,45 +1,38 @@
-"""Problems as requests, completions as tables with verdicts, and how well held-out prompts are answered."""
+"""Problems as requests, completions as tables, and their rewards."""
 
+import math
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
-from itertools import groupby
-from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, encode_prompt
+from fp8core.data.prompt import Problem, encode_prompt, messages_of
+from fp8core.environments.pool import Pool, RecordedPool
+from fp8core.environments.protocol import TurnRecord
 from fp8core.errors import UserError
-from fp8core.metrics.episodes import episode_means
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.progress import Progress, tell_progress
-from fp8core.rewards.scorer import OUTCOMES, Answer, Key, Verdict, VerdictOutcome
-from fp8core.rewards.verifier import Verifier
+from fp8core.rewards.scorer import Answer, Key, Verdict, VerdictOutcome
+from fp8core.rewards.verifier import Verifier, reward_of
 from fp8core.rl.batch import routes_column
-from fp8core.rollout.engine import PromptGroup, RolloutEngine, sample_seed
-from fp8core.rollout.episodes import Episode, Pool
+from fp8core.rollout.engine import Completion, PromptGroup, sample_seed
 from fp8core.rollout.registry import longest_row
-from fp8core.rollout.stream import Row
 from fp8core.run.context import RunContext, StepContext
-from fp8core.run.episodes import EpisodePlayer, completion_text, messages_of, pool_of, turn_rows
-from fp8core.store.artifacts import Ref
-from fp8core.store.ledger import START
 from fp8core.store.tables import (
     COLUMNS,
     COMPLETION_KEY,
     EXPERTS,
-    HELDOUT_SAMPLES,
     MESSAGES,
     PROMPTS,
+    REWARDS,
     ROLLOUTS,
-    SAMPLE_CHARACTERS,
+    SCORE,
     TURNS,
     VERSIONS,
     key_of,
+    keys_of,
 )
 
 UNCHECKED_OUTCOMES: dict[VerdictOutcome, str] = {"timeout": "timed out", "crashed": "crashed"}
@@ -85,57 +78,51 @@ def groups_of(prompts: Iterable[Mapping[str, Any]], seed: int, index: int, sampl
     ]
 
 
-def row_of(episode: Episode, row: Row, tokenizer: Tokenizer) -> Row:
-    """`row`: place, prompt and seed of the episode."""
-    completion = episode.completion
-    return replace(
-        row,
-        prompt_tokens=[*episode.prompt],
-        tokens=completion.tokens,
-        logprobs=completion.logprobs,
-        finish="" if episode.goes_on else completion.finish,
-        written=[True] * len(completion.tokens) if completion.policy_mask is None else completion.policy_mask,
-        turns=turn_rows(episode, tokenizer),
-        experts=completion.experts,
-    )
-
-
-def row_tables(rows: Sequence[Row], config: RunConfig, tokenizer: Tokenizer) -> tuple[pa.Table, pa.Table | None]:
+def row_tables(rows: Sequence[Completion], config: RunConfig, tokenizer: Tokenizer) -> tuple[pa.Table, pa.Table | None]:
     """Tables of kinds `rollouts`, and `turns` with an environment."""
-    row_dicts = [
-        {
-            **vars(row),
-            "written": row.written or [True] * len(row.tokens),
-            "text": completion_text(row.tokens, row.finish, tokenizer, config.rollout.stop_strings),
-        }
-        for row in rows
-    ]
+    strings = config.rollout.stop_strings
+    row_dicts = [{**row.row(), "text": completion_text(row.tokens, row.finish, tokenizer, strings)} for row in rows]
     # Where nothing may be stale, tokens are of one version.
     stale = config.pipeline.mode != "synchronous" and config.pipeline.max_staleness > 0
     table = pa.Table.from_pylist(row_dicts, schema=ROLLOUTS.append(VERSIONS) if stale else ROLLOUTS)
-    if experts := [row.experts for row in rows if row.experts is not None]:
-        table = table.append_column(EXPERTS, routes_column(experts))
-    return table, turn_table(rows, config)
+    return with_experts(table, rows), turn_table(rows, config)
 
 
-def turn_table(rows: Sequence[Row], config: RunConfig) -> pa.Table | None:
+def with_experts(table: pa.Table, rows: Sequence[Completion]) -> pa.Table:
+    experts = [row.experts for row in rows if row.experts is not None]
+    return table.append_column(EXPERTS, routes_column(experts)) if experts else table
+
+
+def turn_table(rows: Sequence[Completion], config: RunConfig) -> pa.Table | None:
     """None without an environment."""
     if config.environment is None:
         return None
-    turns = [{"group": row.group, "sample": row.sample, **turn} for row in rows for turn in row.turns]
+    turns = [{"group": row.group, "sample": row.sample, **vars(turn)} for row in rows for turn in row.turns]
     return pa.Table.from_pylist(turns, schema=TURNS)
 
 
-def tables_of(
-    episodes: Sequence[Episode], groups: Sequence[PromptGroup], config: RunConfig, tokenizer: Tokenizer
-) -> tuple[pa.Table, pa.Table | None]:
-    """`row_tables` of whole episodes; `groups`: what was asked."""
-    rows = {
-        (group.group, sample): Row(0, group.group, sample, group.prompt_id, seed, [*group.prompt])
-        for group in groups
-        for sample, seed in zip(group.samples, group.seeds, strict=True)
-    }
-    return row_tables([row_of(one, rows[one.key], tokenizer) for one in episodes], config, tokenizer)
+def turn_records(turns: pa.Table) -> dict[Key, list[TurnRecord]]:
+    """From a table of kind `turns`, by episode."""
+    records: dict[Key, list[TurnRecord]] = {}
+    for key, row in zip(keys_of(turns), turns.drop_columns([*COMPLETION_KEY]).to_pylist(), strict=True):
+        records.setdefault(key, []).append(TurnRecord(**row))
+    return records
+
+
+def pool_of(run: StepContext, read_turns: Callable[[], Mapping[Key, Sequence[TurnRecord]]]) -> Pool | None:
+    """The run's environments, or in a replay the turns that it recorded; None without an environment."""
+    if run.config.environment is None:
+        return None
+    return RecordedPool(read_turns()) if run.environment is None else run.environment
+
+
+def completion_text(tokens: Sequence[int], finish: str, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> str:
+    return text_until(tokenizer.decode(tokens[:-1] if finish == "stop" else tokens), stop_strings)
+
+
+def text_until(text: str, strings: Sequence[str]) -> str:
+    ends = [text.index(string) + len(string) for string in strings if string in text]
+    return text[: min(ends, default=len(text))]
 
 
 def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None:
@@ -152,7 +139,7 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
     return prompt, text, reward
 
 
-def check_episodes(run: StepContext, index: int, rows: Sequence[Row]) -> None:
+def check_episodes(run: StepContext, index: int, rows: Sequence[Completion]) -> None:
     """As `check_outcomes`; where it raises, a run that goes on plays the episodes again."""
     try:
         check_outcomes(run.config, turn_table(rows, run.config))
@@ -161,147 +148,71 @@ def check_episodes(run: StepContext, index: int, rows: Sequence[Row]) -> None:
         raise
 
 
-def while_going(run: StepContext, batches: Generator[list[Episode], None, None]) -> Iterator[list[Episode]]:
-    """Episodes as they finish, until another task of the step fails."""
-    # The error holds this frame: open episodes would stay with the environment.
-    with closing(batches):
-        for batch in batches:
-            if batch:
-                yield batch
-            run.check_halted()
-
-
-def all_of(batches: Iterable[list[Episode]], count: int, progress: Progress = tell_progress) -> list[Episode]:
-    episodes = list[Episode]()
-    progress(0, count)
-    for batch in batches:
-        episodes += batch
-        progress(len(episodes), count)
-    return sorted(episodes, key=lambda one: one.key)
-
-
-def heldout_artifacts(run: StepContext, index: int) -> dict[str, Ref]:
-    def read_turns() -> pa.Table:
-        assert run.replayed is not None, "only a replay has no environment"
-        # A pipeline may rename what its steps provide; the first evaluation is before them.
-        name = "heldout_turns" if index == START else run.graph.artifact_of("heldout_turns")
-        return run.store.get_table(run.replayed.artifacts(index)[name])
-
-    pool = pool_of(run, read_turns)
-    return stored_evaluation(run, *heldout_accuracy(run, run.engine, run.config.evaluation.prompts, pool))
-
-
-def stored_evaluation(run: StepContext, content: dict[str, Any], turns: pa.Table | None) -> dict[str, Ref]:
-    store = run.store
-    artifacts = {} if turns is None else {"heldout_turns": store.put_table("turns", turns)}
-    return {**artifacts, "evaluation": store.put_json("evaluation", content)}
-
-
-def heldout_accuracy(
-    run: StepContext, engine: RolloutEngine, count: int, pool: Pool | None = None
-) -> tuple[dict[str, Any], pa.Table | None]:
-    """The content of an artifact of kind `evaluation` for the first held-out prompts, and their turns."""
-    prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
-    rows = prompts.to_pylist()
-    groups = groups_of(rows, run.config.seed, START, 1)
-    player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
-    batches = player.play(engine, groups, rows, player.evaluation_sampling(0.0), pool)
-    episodes = all_of(while_going(run, batches), len(groups))
-    rollouts, turns = tables_of(episodes, groups, run.config, run.tokenizer)
-    check_outcomes(run.config, turns)
-    verdicts = [episode.verdict for episode in score(run.verifier.main, rows, stored_endings(rollouts, turns))]
-    tell_failures(run, "held-out prompts", verdicts)
-    outcomes = Counter(verdict.outcome for verdict in verdicts)
-    texts = rollouts["text"].to_pylist()
-    content = {
-        "accuracy": sum(verdict.score for verdict in verdicts) / len(verdicts),
-        "prompts": len(verdicts),
-        "length_mean": sum(one.completion.length for one in episodes) / len(episodes),
-        "outcomes": {name: outcomes[name] for name in OUTCOMES},
-        "scores": {row["prompt_id"]: verdict.score for row, verdict in zip(rows, verdicts, strict=True)},
-        "samples": [
-            {
-                "prompt_id": rows[i]["prompt_id"],
-                "prompt": rows[i]["text"][-SAMPLE_CHARACTERS:],
-                "text": texts[i][:SAMPLE_CHARACTERS],
-                "length": len(episodes[i].completion.tokens),
-                "score": verdicts[i].score,
-            }
-            for i in range(min(HELDOUT_SAMPLES, len(rows)))
-        ],
-    }
-    if turns is not None:
-        by_episode = groupby(turns.to_pylist(), key=itemgetter("group"))
-        content["episodes"] = episode_means([[*rows] for _, rows in by_episode])
-    return content, turns
-
-
 def counts(outcome: str, config: RunConfig) -> bool:
     """True if a completion with this outcome counts in the loss and in the baseline of its group."""
     left_out = config.environment is not None and config.environment.failed == "leave_out"
     return not (left_out and outcome in UNCHECKED_OUTCOMES)
 
 
-class Ending(NamedTuple):
-    group: int
-    outcome: str
-    reward: float
-    detail: str
-    text: str
-    finish: str
-
-
-def stored_endings(rollouts: pa.Table, turns: pa.Table | None) -> list[Ending]:
-    rows = rollouts.select([*COMPLETION_KEY, "text", "finish"]).to_pylist()
-    if turns is None:
-        return [Ending(row["group"], JUDGE, 0.0, "", row["text"], row["finish"]) for row in rows]
-    turns_of: dict[Key, list[dict[str, Any]]] = {}
-    for turn in turns.select([*COMPLETION_KEY, "text", "reward", "outcome", "detail"]).to_pylist():
-        turns_of.setdefault(key_of(turn), []).append(turn)
-
-    def ending(row: Mapping[str, Any]) -> Ending:
-        episode_turns = turns_of[key_of(row)]
-        total = sum(turn["reward"] for turn in episode_turns)
-        last = episode_turns[-1]
-        return Ending(row["group"], last["outcome"], total, last["detail"], last["text"], row["finish"])
-
-    return [ending(row) for row in rows]
-
-
-class ScoredEpisode(NamedTuple):
-    """`score` is the reward without what other verifiers add."""
-
-    verdict: Verdict
-    reward: float
-    score: float
-
-
-def answers(prompts: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[Answer]:
-    result = list[Answer]()
-    rows = {row["group"]: row for row in prompts}
-    for one in endings:
-        if one.outcome == JUDGE:
-            row = rows[one.group]
-            finish = "stop" if one.finish == "stop_string" else one.finish
-            result.append(Answer(row["text"], one.text, row["reference"], finish, row.get("columns", "")))
-    return result
-
-
-def score(verifier: Verifier, prompts: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[ScoredEpisode]:
-    verdicts = iter(verifier.verify(answers(prompts, endings)))
-    scores = []
-    for one in endings:
-        if one.outcome == JUDGE:
-            verdict = next(verdicts)
-            # Adding 0 would take the sign off a score of -0.
-            both = (verdict.reward, verdict.score)
-            scores.append(ScoredEpisode(verdict, *(value + one.reward if one.reward else value for value in both)))
+def ends_of(prompts: Iterable[Mapping[str, Any]], rollouts: pa.Table, turns: pa.Table | None) -> list[Answer | Verdict]:
+    """For each completion the texts for the verifier, or the verdict of its environment."""
+    by_group = {row["group"]: row for row in prompts}
+    records = {} if turns is None else turn_records(turns)
+    ends = list[Answer | Verdict]()
+    for row in rollouts.select([*COMPLETION_KEY, "text", "finish"]).to_pylist():
+        played = records.get(key_of(row), [TurnRecord(1, text=row["text"], outcome=JUDGE)])
+        last = played[-1]
+        if last.outcome == JUDGE:
+            prompt = by_group[row["group"]]
+            finish = "stop" if row["finish"] == "stop_string" else row["finish"]
+            ends.append(Answer(prompt["text"], last.text, prompt["reference"], finish, prompt.get("columns", "")))
         else:
-            right = float(one.outcome == "right")
-            scores.append(
-                ScoredEpisode(Verdict(right, cast(VerdictOutcome, one.outcome), one.detail), one.reward, one.reward)
-            )
-    return scores
+            ends.append(Verdict(float(last.outcome == "right"), cast(VerdictOutcome, last.outcome), last.detail))
+    return ends
+
+
+def verdicts_of(verifier: Verifier, ends: Sequence[Answer | Verdict]) -> list[Verdict]:
+    judged = iter(verifier.verify([end for end in ends if isinstance(end, Answer)]))
+    return [next(judged) if isinstance(end, Answer) else end for end in ends]
+
+
+def reward_table(run: StepContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
+    """Of kind `rewards`. `score` is the reward without what other verifiers add."""
+    ends = ends_of(prompts.drop_columns(["tokens"]).to_pylist(), rollouts, turns)
+    verdicts = verdicts_of(run.verifier, ends)
+    tell_failures(run, "rewards", verdicts)
+    played = {} if turns is None else turn_records(turns)
+    none = {f"{SCORE}{part.name}": 0.0 for verdict in verdicts for part in verdict.added}
+    rows = []
+    for key, verdict, end in zip(keys_of(rollouts), verdicts, ends, strict=True):
+        earned = sum(turn.reward for turn in played.get(key, ()))
+        if isinstance(end, Answer):
+            # Adding 0 would take the sign off a score of -0.
+            reward, own = (x + earned if earned else x for x in (reward_of(verdict), verdict.score))
+        else:
+            reward = own = earned
+        check_reward(reward, key)
+        scores = {f"{SCORE}{part.name}": part.score for part in verdict.added} or none
+        rows.append(
+            {
+                **dict(zip(COMPLETION_KEY, key, strict=True)),
+                "reward": reward,
+                "outcome": verdict.outcome,
+                "detail": verdict.detail,
+                "keep": counts(verdict.outcome, run.config),
+                "score": own,
+                **({f"{SCORE}verdict": verdict.score, **scores} if scores else {}),
+            }
+        )
+    columns = [pa.field(name, pa.float64()) for name in (rows[0] if rows else {}) if name.startswith(SCORE)]
+    return pa.Table.from_pylist(rows, schema=pa.schema([*REWARDS, *columns]))
+
+
+def check_reward(value: float, key: Key) -> None:
+    """Refuse a reward that would poison every advantage of its group. Raises UserError, which names the completion."""
+    if not math.isfinite(value):
+        group, sample = key
+        raise UserError(f"the reward of group {group}, sample {sample} is {value}; rewards must be finite")
 
 
 def tell_failures(run: StepContext, what: str, verdicts: Sequence[Verdict]) -> None:

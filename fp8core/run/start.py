@@ -34,9 +34,10 @@ from fp8core.run.batches import read_scales, store_scales
 from fp8core.run.build import build_engine, build_sft_trainer
 from fp8core.run.context import RunContext, gc_freeze
 from fp8core.run.execute import TaskResult, run_start_task
+from fp8core.run.heldout import heldout_artifacts
 from fp8core.run.policy import initial_trainer, push
 from fp8core.run.precision_gap import measure_gap
-from fp8core.run.rollouts import heldout_artifacts, prompt_table
+from fp8core.run.rollouts import prompt_table
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import canonical_json, parse_model
 from fp8core.store.ledger import START

@@ -89,7 +89,7 @@ TURNS = pa.schema(
 
 _TURN = pa.struct([field for field in TURNS if field.name not in COMPLETION_KEY])
 
-# Completions that a run which generates ahead has begun (`rollout.stream`); `batch` is the step of their prompt.
+# Completions that a run which generates ahead has begun (`run.stream`); `batch` is the step of their prompt.
 STREAM = pa.schema(
     [
         ("batch", pa.int32()),

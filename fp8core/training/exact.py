@@ -33,7 +33,7 @@ from fp8core.progress import tell_progress
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights, adapter_refusals, learning_linears
-from fp8core.training.micro_batch import FlatScores, MicroBatchTrainer
+from fp8core.training.micro_batch import MicroBatchTrainer, Scores
 from fp8core.training.optimisers.optimiser import Optimiser
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
@@ -151,9 +151,9 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         temperature: float,
         scales: Scales,
         statistics: KvStatistics | None = None,
-    ) -> FlatScores:
+    ) -> Scores:
         observe = None if statistics is None else partial(_observe, statistics, batch.valid, scales)
-        return FlatScores(*self._decoder.completion_logprobs(weights, batch, temperature, scales, observe))
+        return self._decoder.completion_logprobs(weights, batch, temperature, scales, observe)
 
     def _prepare(self, formats: Formats) -> PreparedWeights:
         names = formats.stored_names()

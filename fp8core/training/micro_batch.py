@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8core.config.training import TrainingConfig
 from fp8core.models.weights import EngineWeights, ShippedTensors
 from fp8core.numerics.kv_scales import KvStatistics, Scales
-from fp8core.rl.batch import CorrectedBatch, RolloutBatch, TokenBatch
+from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, merge_totals
 from fp8core.training.ranks import Ranks, RankWeights, shared_out
@@ -31,12 +31,8 @@ Weights = TypeVar("Weights")
 """What a forward pass multiplies with."""
 
 
-@dataclass(frozen=True)
-class FlatScores:
-    """Scores of the completion tokens of some rows, in row order: FP32 on the CPU."""
-
-    logprobs: Tensor
-    entropy: Tensor
+Scores = tuple[Tensor, Tensor]
+"""Log-probs and entropy of the completion tokens of some rows, in row order: FP32 [tokens] on the CPU."""
 
 
 class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
@@ -102,7 +98,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _scored_updates(
         self,
         batch: RolloutBatch,
-        corrected: CorrectedBatch,
+        corrected: RolloutBatch,
         updates: Sequence[slice],
         passed: Mapping[int, Tensor],
         temperature: float,
@@ -163,7 +159,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             weights = self._training_weights()
 
             def learn(rows_and_part: tuple[slice, TokenBatch]) -> float:
-                logprobs = self._score(weights, rows_and_part[1], 1.0, ()).logprobs
+                logprobs, _ = self._score(weights, rows_and_part[1], 1.0, ())
                 loss = -logprobs.double().sum() / tokens
                 self._backward(loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
                 return float(loss.detach())
@@ -205,31 +201,29 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         temperature: float,
         scales: Scales,
         statistics: KvStatistics | None = None,
-    ) -> FlatScores: ...
+    ) -> Scores: ...
 
     @abstractmethod
     def _no_statistics(self) -> KvStatistics: ...
 
-    def _accumulate(self, batch: CorrectedBatch, temperature: float, scales: Scales) -> dict[str, float]:
+    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
         return self._accumulate_scored(batch, temperature, scales, None)[0]
 
     def _accumulate_scored(
-        self, batch: CorrectedBatch, temperature: float, scales: Scales, statistics: KvStatistics | None
-    ) -> tuple[dict[str, float], list[FlatScores]]:
+        self, batch: RolloutBatch, temperature: float, scales: Scales, statistics: KvStatistics | None
+    ) -> tuple[dict[str, float], list[Scores]]:
         """The scores are those of this process's parts."""
         denominator = Denominator.of(batch.loss_mask)
         weights = self._training_weights()
-        own = list[FlatScores]()
+        own = list[Scores]()
         slices = list(self._slices(batch.sequences))
 
         def learn(rows_and_part: tuple[slice, TokenBatch]) -> dict[str, float]:
             rows, part = rows_and_part
             scored = self._score(weights, part, temperature, scales, statistics)
-            own.append(FlatScores(scored.logprobs.detach(), scored.entropy.detach()))
+            own.append((scored[0].detach(), scored[1].detach()))
             mask = left_aligned(part.response_mask, batch.loss_mask.shape[1])
-            current, entropy = (
-                torch.zeros(mask.shape).masked_scatter(mask, values) for values in (scored.logprobs, scored.entropy)
-            )
+            current, entropy = (torch.zeros(mask.shape).masked_scatter(mask, values) for values in scored)
             terms = self._objective(current, batch.rows(rows), denominator, entropy)
             measured = terms.statistics()
             if not math.isfinite(measured["loss"]):
@@ -257,7 +251,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
 
 
 def _padded(
-    batch: TokenBatch, slices: Sequence[tuple[slice, TokenBatch]], scores: Sequence[FlatScores]
+    batch: TokenBatch, slices: Sequence[tuple[slice, TokenBatch]], scores: Sequence[Scores]
 ) -> tuple[Tensor, Tensor]:
     """FP32 [B, C] of each, NaN on padding."""
     shape = (len(batch), int(batch.response_mask.sum(-1).max()))
@@ -265,8 +259,8 @@ def _padded(
     entropy = torch.full(shape, torch.nan)
     for (rows, part), scored in zip(slices, scores, strict=True):
         mask = left_aligned(part.response_mask, shape[1])
-        logprobs[rows] = logprobs[rows].masked_scatter(mask, scored.logprobs)
-        entropy[rows] = entropy[rows].masked_scatter(mask, scored.entropy)
+        logprobs[rows] = logprobs[rows].masked_scatter(mask, scored[0])
+        entropy[rows] = entropy[rows].masked_scatter(mask, scored[1])
     return logprobs, entropy
 
 

@@ -20,7 +20,7 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import EngineWeights
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.kv_scales import KvStatistics, Scales
-from fp8core.rl.batch import CorrectedBatch, RolloutBatch, TokenBatch
+from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.update_gain import UpdateGain
@@ -237,7 +237,7 @@ class PolicyTrainer(ABC):
     def _reported(
         self,
         batch: RolloutBatch,
-        corrected: CorrectedBatch,
+        corrected: RolloutBatch,
         correction: dict[str, float],
         reports: Sequence[Mapping[str, float]],
     ) -> TrainReport:
@@ -284,7 +284,7 @@ class PolicyTrainer(ABC):
     def digest(self) -> str: ...
 
     @abstractmethod
-    def _accumulate(self, batch: CorrectedBatch, temperature: float, scales: Scales) -> dict[str, float]:
+    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
         """Add up the gradients of a batch; returns its statistics. Raises NotFiniteError."""
 
     @abstractmethod
@@ -308,7 +308,7 @@ class PolicyTrainer(ABC):
         left = 1 - done if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return config.learning_rate * (schedule.final_share + (1 - schedule.final_share) * left)
 
-    def _update(self, batch: CorrectedBatch, update: int, temperature: float, scales: Scales) -> dict[str, float]:
+    def _update(self, batch: RolloutBatch, update: int, temperature: float, scales: Scales) -> dict[str, float]:
         with self._guarded():
             totals = self._accumulate(batch, temperature, scales)
             totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1, update + 1))

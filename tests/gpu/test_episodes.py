@@ -25,8 +25,7 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.processes.variables import set_variables
 from fp8core.rl.objective import Objective
-from fp8core.rollout.engine import PolicyScales
-from fp8core.rollout.episodes import Episode
+from fp8core.rollout.engine import Completion, PolicyScales
 from fp8core.rollout.vllm.entry import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.run.policy import check_report
@@ -94,7 +93,7 @@ def engine(masters: dict[str, Tensor]) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def played(engine: Any) -> dict[bool, list[Episode]]:
+def played(engine: Any) -> dict[bool, list[Completion]]:
     """Episodes with prefixes from the cache and without, and with replies in another order each time."""
     found = {}
     for reads_prefixes, order in ((True, 1), (False, 2)):
@@ -105,10 +104,10 @@ def played(engine: Any) -> dict[bool, list[Episode]]:
     return found
 
 
-def test_cached_prefixes_and_the_order_of_replies_change_nothing(played: dict[bool, list[Episode]]) -> None:
+def test_cached_prefixes_and_the_order_of_replies_change_nothing(played: dict[bool, list[Completion]]) -> None:
     assert played[True] == played[False]
 
 
 @pytest.mark.parametrize("reads_prefixes", [True, False])
-def test_no_token_differs(played: dict[bool, list[Episode]], trainer: PackedTrainer, reads_prefixes: bool) -> None:
+def test_no_token_differs(played: dict[bool, list[Completion]], trainer: PackedTrainer, reads_prefixes: bool) -> None:
     check_no_token_of_a_long_play_differs(trainer, played[reads_prefixes], SCALES.layers)

@@ -14,8 +14,8 @@ from fp8core.environments.protocol import Action, Outcome, Said, Task, Turn
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.rewards.scorer import Key
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
-from fp8core.rollout.episodes import Episode, MultiTurn, TurnBudget, run_episodes
+from fp8core.rollout.engine import Completion, PromptGroup, Sampling, StreamingEngine, sample_seed
+from fp8core.rollout.episodes import MultiTurn, TurnBudget, run_episodes
 
 TURNS = 10
 _CHARACTERS = "0123456789+-*=,#[]$ abcdefgh"
@@ -36,7 +36,7 @@ class Play:
     budget: TurnBudget
     says: Callable[[Key, int], str]
 
-    def episodes(self, engine: Any, order: int | None) -> list[Episode]:
+    def episodes(self, engine: Any, order: int | None) -> list[Completion]:
         """All of them, by group and sample; `order`: seed of the order of replies."""
         samples = tuple(range(self.size))
         tasks = {(group, i): Task(question, "", 0) for group, question in enumerate(self.questions) for i in samples}
@@ -47,7 +47,7 @@ class Play:
         pool = ScriptedPool(self._answer, order)
         multi_turn = MultiTurn(pool, Talk(self.tokenizer, "plain"), tasks, self.budget)
         found = [episode for whole in run_episodes(engine, groups, self.sampling, multi_turn) for episode in whole]
-        return sorted(found, key=lambda episode: (episode.completion.group, episode.completion.sample))
+        return sorted(found, key=lambda episode: episode.key)
 
     def _answer(self, episode: Key, turn: int, action: Action) -> Turn | Outcome:
         if turn + 1 == TURNS:
@@ -84,19 +84,21 @@ def long_play(vocab_size: int) -> Play:
     )
 
 
-def scored_turns(trainer: Any, episodes: Sequence[Episode], temperature: float, scales: Any) -> tuple[Tensor, Tensor]:
+def scored_turns(
+    trainer: Any, episodes: Sequence[Completion], temperature: float, scales: Any
+) -> tuple[Tensor, Tensor]:
     """The trainer's log-probs of all tokens that the policy wrote, and those that the engine reported: FP32."""
-    assert all(len(episode.turns) == TURNS for episode in episodes)
-    done = [episode.completion for episode in episodes]
-    batch = TokenBatch.of([episode.prompt for episode in episodes], [completion.tokens for completion in done])
+    # Turn 0 is the environment's.
+    assert all(len(episode.turns) == 1 + TURNS for episode in episodes)
+    batch = TokenBatch.of([each.prompt_tokens for each in episodes], [each.tokens for each in episodes])
     scored = trainer.logprobs(batch, temperature, scales).logprobs
-    written = [torch.tensor(completion.policy_mask) for completion in done]
+    written = [torch.tensor(each.policy_mask) for each in episodes]
     rows = [row[: len(mask)][mask] for row, mask in zip(scored, written, strict=True)]
-    reported = [torch.tensor(each.logprobs)[mask] for each, mask in zip(done, written, strict=True)]
+    reported = [torch.tensor(each.logprobs)[mask] for each, mask in zip(episodes, written, strict=True)]
     return torch.cat(rows), torch.cat(reported)
 
 
-def check_no_token_of_a_long_play_differs(trainer: Any, episodes: Sequence[Episode], scales: Any) -> None:
+def check_no_token_of_a_long_play_differs(trainer: Any, episodes: Sequence[Completion], scales: Any) -> None:
     """Bit for bit, on ten thousand tokens and more."""
     scored, reported = scored_turns(trainer, episodes, 0.7, scales)
     differing = scored != reported
@@ -104,11 +106,11 @@ def check_no_token_of_a_long_play_differs(trainer: Any, episodes: Sequence[Episo
     assert not differing.any(), f"{int(differing.sum())} of {len(differing)} tokens differ"
 
 
-def check_a_short_play_is_near(policy: Any, episodes: Sequence[Episode]) -> None:
+def check_a_short_play_is_near(policy: Any, episodes: Sequence[Completion]) -> None:
     """Log-probs as near to the trainer's as those of single turns."""
     scored, reported = scored_turns(policy.trainer, episodes, 1.0, policy.scales.layers)
-    asked = [PromptGroup(i, "", episode.prompt, (0,), (0,)) for i, episode in enumerate(episodes)]
-    bounds = policy.bounds(asked, [replace(each.completion, group=i) for i, each in enumerate(episodes)], 1.0)
+    asked = [PromptGroup(i, "", tuple(episode.prompt_tokens), (0,), (0,)) for i, episode in enumerate(episodes)]
+    bounds = policy.bounds(asked, [replace(each, group=i) for i, each in enumerate(episodes)], 1.0)
     error = (scored - reported).abs()
     assert len(error) > 300
     assert error.mean() < bounds.mean

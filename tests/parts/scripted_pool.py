@@ -16,7 +16,7 @@ CALCULATOR = Tool(
 
 
 class ScriptedPool:
-    """Satisfies `rollout.episodes.Pool`: the answer to a turn is `answer(episode, turns before, action)`.
+    """Satisfies `environments.pool.Pool`: the answer to a turn is `answer(episode, turns before, action)`.
 
     Attributes:
         acted: every action, by episode.

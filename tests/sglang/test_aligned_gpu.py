@@ -21,7 +21,6 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling
-from fp8core.rollout.episodes import Episode
 from fp8core.run.policy import check_formats, check_report
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
@@ -149,7 +148,7 @@ def test_a_completion_that_was_cut_goes_on(aligned: Any, temperature: float) -> 
 
 
 @pytest.fixture(scope="module")
-def played(aligned: Any) -> list[list[Episode]]:
+def played(aligned: Any) -> list[list[Completion]]:
     """Episodes whose turns go on from what decoding wrote, then again in another order, with all of it cached.
 
     They are more than the engine decodes together: some wait, and enter while others decode.
@@ -159,10 +158,10 @@ def played(aligned: Any) -> list[list[Episode]]:
     return [play.episodes(aligned, order) for order in (1, 2)]
 
 
-def test_cached_prefixes_and_the_order_of_replies_change_no_episode(played: list[list[Episode]]) -> None:
+def test_cached_prefixes_and_the_order_of_replies_change_no_episode(played: list[list[Completion]]) -> None:
     assert played[0] == played[1]
 
 
 @pytest.mark.parametrize("time", [0, 1], ids=["first", "cached"])
-def test_no_token_of_an_episode_differs(played: list[list[Episode]], trainer: PackedTrainer, time: int) -> None:
+def test_no_token_of_an_episode_differs(played: list[list[Completion]], trainer: PackedTrainer, time: int) -> None:
     check_no_token_of_a_long_play_differs(trainer, played[time], SCALES.layers)

@@ -60,7 +60,7 @@ def test_rows_that_left_the_loss_leave_the_baseline_and_make_no_signal():
     config = load_config("tiny", {"loss.advantage": "dr_grpo"})
     rollouts = rollouts_table(*(([5, 6], [-1.0] * 2, [True] * 2, "stop") for _ in range(9)))
     logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in range(9)))
-    batch = rollout_batch(rollouts, table, logprobs, None, config)
+    batch = rollout_batch(rollouts, table, logprobs, {}, config)
     assert batch.advantages.tolist() == [0.0] * 6 + [0.5, -0.5, 0.0]
     assert reward_metrics(table, baseline_mask(table, config))["reward/groups_with_signal"] == 1 / 3
     for compared in (torch.ones(9, dtype=torch.bool), baseline_mask(table, config)):
@@ -83,7 +83,7 @@ def test_an_episode_whose_environment_failed_moves_no_baseline(failed):
     )
     rollouts = rollouts_table(*(([5, 6], [-1.0] * 2, [True] * 2, "stop") for _ in rows))
     logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in rows))
-    batch = rollout_batch(rollouts, table, logprobs, None, config)
+    batch = rollout_batch(rollouts, table, logprobs, {}, config)
     signs = (batch.advantages.sign() * batch.row_mask).tolist()
     assert signs == ([0, 0, 0, -1, 1, 0] if failed == "leave_out" else [-1, -1, 1, -1, 1, 1])
     metrics = reward_metrics(table, baseline_mask(table, config))
@@ -141,7 +141,7 @@ def test_tokens_of_tools_stay_out_of_every_metric(with_tool_output, without_tool
 def test_tokens_of_tools_stay_out_of_the_loss(with_tool_output):
     rollouts, logprobs = with_tool_output
     rewards = rewards_table((0, 1.0, True), (0, 0.0, True))
-    batch = rollout_batch(rollouts, rewards, logprobs, None, load_config("tiny"))
+    batch = rollout_batch(rollouts, rewards, logprobs, {}, load_config("tiny"))
     assert batch.policy_mask.tolist() == [[True, False, False, True], [True, True, False, False]]
     assert batch.sequences.response_mask.sum() == 6, "they stay in the context"
 

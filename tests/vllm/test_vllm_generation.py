@@ -123,7 +123,7 @@ def test_episodes_of_ten_turns(engine, policies):
     episodes = play.episodes(engine, None)
     if not ON_GPU:  # There vLLM's results depend on the batch, unless the model is aligned (tests/gpu).
         again = play.episodes(engine, 1)
-        assert [e.completion.tokens for e in again] == [e.completion.tokens for e in episodes]
+        assert [e.tokens for e in again] == [e.tokens for e in episodes]
     check_a_short_play_is_near(policies[0], episodes)
 
 

@@ -19,7 +19,7 @@ from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import ShippedTensors, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import KvStatistics, Scales
-from fp8core.rl.batch import CorrectedBatch, TokenBatch
+from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import MAXIMA, Objective, ObjectiveTerms, merge_totals
 from fp8core.store.manifest import installed_version
@@ -132,7 +132,7 @@ class MegatronTrainer(PolicyTrainer):
     def _drop_gradients(self) -> None:
         self._optimiser.clear()
 
-    def _accumulate(self, batch: CorrectedBatch, temperature: float, scales: Scales) -> dict[str, float]:
+    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
         denominator = Denominator.of(batch.loss_mask)
         totals: dict[str, float] = {}
 

@@ -33,7 +33,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.lora import learning_linears
-from fp8core.training.micro_batch import FlatScores, MicroBatchTrainer
+from fp8core.training.micro_batch import MicroBatchTrainer, Scores
 from fp8core.training.optimisers.optimiser import Update, rules_of
 from fp8core.training.packed.adapted import AdaptedMasters, PackedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks, InvariantBf16Blocks
@@ -191,7 +191,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         temperature: float,
         scales: Scales,
         statistics: KvStatistics | None = None,
-    ) -> FlatScores:
+    ) -> Scores:
         pack = self._packed(batch)
         with _deterministic(self._config.deterministic):
             hidden = self._hidden(pack, self._attention, scales, statistics)
@@ -200,7 +200,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             master = self._decoder.head_weight()[0]
             targets = pack.tokens[pack.target_positions]
             logprobs, entropy = chunked_logprobs(hidden[pack.target_positions - 1], master, head, targets)
-            return FlatScores(logprobs.cpu(), entropy.cpu())
+            return logprobs.cpu(), entropy.cpu()
 
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
         """As many rows as make no pack longer than the micro-batch or a rank's share, one at least; those of a rank lie

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fp8core.config.load import load_config
 from fp8core.data.chain import ALPHABET, EOS
-from fp8core.data.prompt import Message, check_prompt, encode_prompt, generator, is_heldout, problem
+from fp8core.data.prompt import Message, check_prompt, encode_prompt, generator, is_heldout, messages_of, problem
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
-from fp8core.run.episodes import messages_of, task_of
+from fp8core.rollout.episodes import task_of
 from fp8core.run.open import check_template_arguments
 
 

@@ -9,9 +9,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from fp8core.config.environment import EnvironmentConfig
-from fp8core.environments.chat import ObservationError, Talk, tool_calls_of
+from fp8core.environments.chat import ObservationError, Talk, parse_calls, tool_calls_of
 from fp8core.environments.protocol import Said, Tool, Turn
-from fp8core.environments.tool_calls import parse_calls
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from fp8core.environments.chat import DEEPEST, TOOL_CALLS, parse_calls
 from fp8core.environments.protocol import Tool
-from fp8core.environments.tool_calls import DEEPEST, TOOL_CALLS, parse_calls
 
 EXPRESSION = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 ONE = (Tool("calculate", "", EXPRESSION),)

@@ -10,7 +10,7 @@ from fp8core.config.reward import RewardConfig
 from fp8core.config.run import own_code
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import Answer
-from fp8core.rewards.verifier import build_verifier
+from fp8core.rewards.verifier import build_verifier, reward_of
 from fp8core.run.refusals import pipeline_of
 from fp8core.run.rollouts import failures
 
@@ -54,14 +54,14 @@ def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_ver
     other = {"name": "vowels", "verifier": f"{tmp_path / 'own.py'}:vowels", "weight": -2.0, "options": {"of": "ae"}}
     right, wrong = verdicts({"others": [other]}, "<a>e</a>#3", "e#4")
     assert [(found.outcome, found.score) for found in (right, wrong)] == [("right", 1.0), ("wrong", 0.0)]
-    assert [found.reward for found in (right, wrong)] == [1 - 2 * 3, -2.0]
+    assert [reward_of(found) for found in (right, wrong)] == [1 - 2 * 3, -2.0]
     failing = [{"name": "mine", "verifier": f"{tmp_path / 'own.py'}:{name}"} for name in ("seldom", "never")]
     noted, checked = verdicts({"others": failing[:1]}, "#3", "a#3")
     remark = failures(load_config("tiny"), [noted, checked])
     assert remark is not None
     assert "1 of 2 by reward.others.mine: mine: ZeroDivisionError" in remark
     assert failures(load_config("tiny"), [checked]) is None
-    assert (noted.reward, noted.outcome, "mine: ZeroDivisionError" in noted.detail) == (1.0, "right", True)
+    assert (reward_of(noted), noted.outcome, "mine: ZeroDivisionError" in noted.detail) == (1.0, "right", True)
     with pytest.raises(UserError, match=r"reward\.others: mine: no answer could be checked: ZeroDivisionError"):
         verdicts({"others": failing[1:]}, "#3", "a#3")
     config = load_config("tiny", {"reward.others": [other]})

@@ -1,5 +1,6 @@
 """Episodes of several turns: exact, the same in any order of replies, and ended by their budgets."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -9,13 +10,15 @@ from scripted_pool import CALCULATOR, ScriptedPool
 
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.environments.chat import Talk
-from fp8core.environments.protocol import Outcome, Said, Task, Turn, opening_of, said_of
+from fp8core.environments.pool import reply_of
+from fp8core.environments.protocol import Outcome, Said, Task, Turn
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import character_tokenizer
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
+from fp8core.rollout.engine import Completion, PromptGroup, Sampling, StreamingEngine, sample_seed
 from fp8core.rollout.episodes import MultiTurn, TurnBudget, one_turn_episodes, run_episodes
-from fp8core.run.episodes import prefix_of_turns, turn_rows
+from fp8core.run.stream import stream_table
+from fp8core.store.tables import STREAM_OF_EPISODES
 
 # By the rule whose draws end no turn too early.
 FP8 = PrecisionContract(scale_rule="pow2")
@@ -69,21 +72,20 @@ def play(engine, pool, tasks, budget=BUDGET, sampling=SAMPLING, talk=TALK):
     """All episodes, by group and sample."""
     groups = build_groups(tasks)
     found = list(run_episodes(engine, groups, sampling, MultiTurn(pool, talk, tasks, budget)))
-    places = [[(e.completion.group, e.completion.sample) for e in part] for part in found]
+    places = [[e.key for e in part] for part in found]
     assert all(part == sorted(part) for part in places)
     assert sorted(key for part in places for key in part) == sorted(tasks)
-    return sorted((e for part in found for e in part), key=lambda e: (e.completion.group, e.completion.sample))
+    return sorted((e for part in found for e in part), key=lambda e: e.key)
 
 
 def policy_log_ratios(pair, episodes):
     """The trainer's log-probs minus those of the engine, of every token that the policy wrote."""
-    tokens = [episode.completion.tokens for episode in episodes]
-    batch = TokenBatch.of([episode.prompt for episode in episodes], tokens)
+    batch = TokenBatch.of([done.prompt_tokens for done in episodes], [done.tokens for done in episodes])
     scored = pair.trainer.logprobs(batch, 1.0, pair.scales.layers).logprobs
     return torch.cat(
         [
             (row[: len(done.tokens)] - torch.tensor(done.logprobs))[torch.tensor(done.policy_mask)]
-            for row, done in zip(scored, (episode.completion for episode in episodes), strict=True)
+            for row, done in zip(scored, episodes, strict=True)
         ]
     )
 
@@ -93,33 +95,35 @@ def test_twelve_turns_are_exact(shape, pair_of, contract):
     """Of episodes that begin alike, in a batch smaller than they are many, with replies in any order."""
     pair = pair_of(contract, shape, max_batch=7)
     episodes = play(pair.engine, ScriptedPool(talkative, order=1), build_tasks(3, 4))
-    assert all(len(episode.turns) == TURNS for episode in episodes)
+    assert all(len(episode.turns) == 1 + TURNS for episode in episodes)
     ratios = policy_log_ratios(pair, episodes)
-    written = sum(sum(episode.completion.policy_mask) for episode in episodes)
+    written = sum(episode.length for episode in episodes)
     assert len(ratios) == written > 300
     assert torch.equal(ratios, torch.zeros(written)), f"{int((ratios != 0).sum())} of {written} tokens differ"
 
 
 def play_in_parts(engine, pool, tasks, max_tokens):
     """As `play`, each episode so many tokens of one turn at a time, as a run stores it between the parts."""
-    prefixes, over, known, parts = {}, {}, {}, 0
+    prefixes, states, over, known, parts = {}, {}, {}, {}, 0
     while len(over) < len(tasks):
         left = {key: task for key, task in tasks.items() if key not in over}
-        asked = MultiTurn(pool, TALK, left, BUDGET, prefixes, max_tokens)
+        asked = MultiTurn(pool, TALK, left, BUDGET, prefixes, max_tokens, states)
         found = [one for whole in run_episodes(engine, build_groups(left), SAMPLING, asked) for one in whole]
         parts += 1
-        for one in found:
-            key, done = (one.completion.group, one.completion.sample), one.completion
-            if not one.goes_on:
-                over[key] = one
+        for done in found:
+            key = done.key
+            if not done.in_flight:
+                over[key] = done
                 continue
             before = known.get(key, 0)
             known[key] = len(done.tokens)
             assert before < len(done.tokens)
             assert sum((done.policy_mask or [True] * len(done.tokens))[before:]) <= max_tokens
             # Every third was stored, and is read again.
-            stored = (sum(key) + parts) % 3 == 0
-            prefixes[key] = prefix_of_turns(done.tokens, done.logprobs, turn_rows(one, TOKENIZER)) if stored else one
+            if (sum(key) + parts) % 3 == 0:
+                del states[key]
+                (row,) = stream_table([done], STREAM_OF_EPISODES).to_pylist()
+                prefixes[key] = Completion.of_row(row)
     return [over[key] for key in tasks], parts
 
 
@@ -141,10 +145,10 @@ def test_an_environment_that_answers_otherwise_when_it_is_asked_again_has_crashe
         return Turn((Said("tool", "a" * (len(told) % 7 + 1)),))
 
     (one,), _ = play_in_parts(pair.engine, ScriptedPool(moody), {(0, 1): build_tasks(1, 2)[0, 1]}, 3)
-    assert one.outcome == "crashed"
-    assert one.detail.startswith("it answered otherwise when it was asked the same again")
+    assert one.turns[-1].outcome == "crashed"
+    assert one.turns[-1].detail.startswith("it answered otherwise when it was asked the same again")
     assert one.turns[-1].said == ""
-    assert one.turns[-1].end == one.turns[-1].observation_end == len(one.completion.tokens)
+    assert one.turns[-1].end == one.turns[-1].observation_end == len(one.tokens)
     assert one.turns[-1].begin == one.turns[-2].observation_end
 
 
@@ -165,33 +169,34 @@ def test_the_batch_changes_nothing(shape, pair_of, in_turn, max_batch):
     engine = pair_of(FP8, shape, max_batch=max_batch).engine
     tasks = build_tasks(3, 4)
     assert play(engine, ScriptedPool(talkative, order=4), {(1, 2): tasks[1, 2], (2, 0): tasks[2, 0]}) == [
-        episode for episode in in_turn if (episode.completion.group, episode.completion.sample) in ((1, 2), (2, 0))
+        episode for episode in in_turn if episode.key in ((1, 2), (2, 0))
     ]
 
 
 def test_what_is_in_an_episode(in_turn):
     """Turns and observations follow one another without a gap, and the mask tells them apart."""
-    for episode in in_turn:
-        done, place = episode.completion, 0
-        key = done.group, done.sample
-        assert episode.prompt == tuple(TOKENIZER.encode(build_tasks(3, 4)[key].question))
-        for number, turn in enumerate(episode.turns):
+    for done in in_turn:
+        opening, *turns = done.turns
+        place = 0
+        assert done.prompt_tokens == TOKENIZER.encode(build_tasks(3, 4)[done.key].question)
+        for number, turn in enumerate(turns):
+            assert turn.text == TOKENIZER.decode(done.tokens[turn.begin : turn.end]).removesuffix("$")
             assert turn.begin == place < turn.end <= turn.begin + 5
             assert done.policy_mask[turn.begin : turn.end] == [True] * (turn.end - turn.begin)
             assert done.policy_mask[turn.end : turn.observation_end] == [False] * (turn.observation_end - turn.end)
             assert done.logprobs[turn.end : turn.observation_end] == [0.0] * (turn.observation_end - turn.end)
             assert all(logprob < 0 for logprob in done.logprobs[turn.begin : turn.end])
             if number + 1 < TURNS:
-                (said,) = said_of(turn.said)
+                (said,) = reply_of(turn).messages
                 observed = TOKENIZER.decode(done.tokens[turn.end : turn.observation_end])
                 assert observed == f"={said.content}"
             place = turn.observation_end
         assert place == len(done.tokens) == len(done.logprobs) == len(done.policy_mask)
-        assert (episode.turns[-1].said, episode.turns[-1].end) == ("", place)
-        assert (episode.outcome, episode.detail, episode.reward) == ("judge", "over", 0.25 * (TURNS - 1) + 0.5)
-        assert (episode.turns[-1].failed, episode.turns[-1].info) == (1, {"turns": TURNS})
-        assert (episode.opening_seconds, episode.turns[0].seconds) == (0.25, 0.5)
-        assert opening_of(episode.opening).tools == (CALCULATOR,)
+        last = turns[-1]
+        assert (last.said, last.end, last.failed, json.loads(last.info)) == ("", place, 1, {"turns": TURNS})
+        assert (last.outcome, last.detail, [turn.reward for turn in turns]) == ("judge", "over", [*[0.25] * 11, 0.5])
+        assert (opening.seconds, turns[0].seconds) == (0.25, 0.5)
+        assert reply_of(opening).tools == (CALCULATOR,)
 
 
 def chatty(episode, turn, action):
@@ -214,12 +219,13 @@ def test_budgets(pair, budget, tokens, finish, turns, detail):
     pool = ScriptedPool(chatty, order=5)
     episodes = play(pair.engine, pool, build_tasks(2, 3), budget, sampling)
     for episode in episodes:
-        assert (episode.completion.finish, episode.outcome) == (finish, "unparsed")
-        assert detail in episode.detail
-        assert len(episode.completion.tokens) <= tokens
-        assert len(episode.turns) == (turns or len(episode.turns))
-        assert episode.turns[-1].observation_end == episode.turns[-1].end
-        assert said_of(episode.turns[-1].said) == (Said("tool", "1234567"),)
+        last = episode.turns[-1]
+        assert (episode.finish, last.outcome) == (finish, "unparsed")
+        assert detail in last.detail
+        assert len(episode.tokens) <= tokens
+        assert last.turn == len(episode.turns) - 1 == (turns or last.turn)
+        assert last.observation_end == last.end
+        assert reply_of(last).messages == (Said("tool", "1234567"),)
     assert len(pool.ended) == 6
 
 
@@ -236,11 +242,16 @@ def test_budgets(pair, budget, tokens, finish, turns, detail):
 def test_episodes_that_never_begin(pair, opening, finish, outcome, detail):
     """They are a row like all others, of a token that nobody wrote."""
     pool = ScriptedPool(chatty, opening=opening)
-    (episode,) = play(pair.engine, pool, {(0, 0): Task("1=", "", 0)}, TurnBudget(9, prompt_tokens=30))
-    done = episode.completion
-    assert (done.finish, episode.outcome, episode.turns) == (finish, outcome, ())
-    assert detail in episode.detail
-    assert (episode.prompt, done.tokens, done.logprobs, done.policy_mask) == ((9,), [TOKENIZER.end_id], [0.0], [False])
+    (done,) = play(pair.engine, pool, {(0, 0): Task("1=", "", 0)}, TurnBudget(9, prompt_tokens=30))
+    (turn,) = done.turns
+    assert (done.finish, turn.outcome, turn.observation_end) == (finish, outcome, 1)
+    assert detail in turn.detail
+    assert (done.prompt_tokens, done.tokens, done.logprobs, done.policy_mask) == (
+        [9],
+        [TOKENIZER.end_id],
+        [0.0],
+        [False],
+    )
 
 
 @pytest.mark.parametrize("said", ["1$2", "\ud800"])
@@ -248,11 +259,11 @@ def test_observations_without_tokens_end_the_episode(pair, said):
     """A character that the tokenizer lacks, and one that is a control token, which cannot be plain text."""
     pool = ScriptedPool(lambda episode, turn, action: Turn((Said("tool", said),)))
     (episode,) = play(pair.engine, pool, {(0, 0): Task("1=", "", 0)})
-    assert (episode.completion.finish, episode.outcome) == ("observation", "unparsed")
-    assert len(episode.turns) == 1
-    assert said_of(episode.turns[0].said) == (Said("tool", said),)
-    episode.turns[0].said.encode()
-    episode.detail.encode()
+    _, turn = episode.turns
+    assert (episode.finish, turn.outcome) == ("observation", "unparsed")
+    assert reply_of(turn).messages == (Said("tool", said),)
+    turn.said.encode()
+    turn.detail.encode()
 
 
 def test_a_failure_releases_every_episode(pair):
@@ -267,15 +278,17 @@ def test_a_failure_releases_every_episode(pair):
 
 
 def test_without_an_environment_an_episode_is_a_completion(pair, ragged_prompts, groups_of):
-    """Equal to what the engine generates, in the same parts, and to be judged."""
+    """Equal to what the engine generates, in the same parts."""
     groups, sampling = groups_of(ragged_prompts(6, 40), 4), Sampling(1.0, 8, frozenset({1, 7, 11}))
     generated = [part for part in pair.engine.generate(groups, sampling)]
     found = [*one_turn_episodes(pair.engine, groups, sampling)]
-    assert [e.completion for whole in found for e in whole] == [c for part in generated for c in part]
-    for episode in (e for whole in found for e in whole):
-        assert (episode.outcome, episode.opening, episode.completion.policy_mask) == ("judge", "", None)
-        assert episode.prompt == groups[episode.completion.group].prompt
-        assert episode.turns == ()
+    assert [len(part) for part in found] == [len(part) for part in generated]
+    for done, expected in zip(
+        (e for whole in found for e in whole), (c for part in generated for c in part), strict=True
+    ):
+        group = groups[done.group]
+        prompt = {"prompt_id": group.prompt_id, "seed": group.seeds[done.sample], "prompt_tokens": [*group.prompt]}
+        assert done == replace(expected, **prompt)
     assert [*one_turn_episodes(pair.engine, [], sampling)] == []
 
 

@@ -39,7 +39,7 @@ def tables():
 def test_metrics_are_of_the_rows_that_the_update_keeps(tables):
     rollouts, rewards, logprobs = tables
     config = load_config("tiny")
-    batch = rollout_batch(rollouts, rewards, logprobs, None, config)
+    batch = rollout_batch(rollouts, rewards, logprobs, {}, config)
     learnt = first_update_mask(rollouts, rewards, config)
     assert learnt.any(dim=1).nonzero()[:, 0].tolist() == [0, 1, 2, 5]
     assert learnt.equal(batch.policy_mask & batch.row_mask[:, None])
@@ -50,7 +50,7 @@ def test_old_logprobs_of_later_updates_are_of_other_policies(tables):
     settings = {"logprobs.source": "rollout", "correction.method": "none", "training.minibatches": 2}
     config = load_config("tiny", settings)
     assert first_update_mask(rollouts, rewards, config).any(dim=1).nonzero()[:, 0].tolist() == [0, 1]
-    batch = rollout_batch(rollouts, rewards, None, None, config)
+    batch = rollout_batch(rollouts, rewards, None, {}, config)
     assert batch.old_logprobs is not None
     assert batch.old_logprobs.equal(batch.rollout_logprobs)
 

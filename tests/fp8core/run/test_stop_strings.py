@@ -2,14 +2,15 @@
 
 from contextlib import closing
 
+import pyarrow as pa
 import pytest
 import torch
 
 from fp8core.config.reward import RewardConfig
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import Completion
-from fp8core.run.episodes import cut_at, text_until
-from fp8core.run.rollouts import JUDGE, Ending, answers
+from fp8core.rollout.episodes import cut_at
+from fp8core.run.rollouts import ends_of, text_until
 
 SAID = "12 and 5 give the answer.\n#### 17 apples </a> and more </a>"
 
@@ -42,8 +43,9 @@ def test_the_first_complete_string_ends_it(bpe_tokenizer, strings, text):
 
 def test_to_a_verifier_a_stop_string_is_an_end_and_a_cut_is_none():
     asked = [{"group": 0, "text": "1+2=", "reference": "3"}]
-    ends = [Ending(0, JUDGE, 0.0, "", "<a>1+2</a>#3", finish) for finish in ("stop_string", "stop", "length")]
-    given = answers(asked, ends)
+    row = {"group": 0, "sample": 0, "text": "<a>1+2</a>#3"}
+    rows = [{**row, "finish": finish} for finish in ("stop_string", "stop", "length")]
+    given = ends_of(asked, pa.Table.from_pylist(rows), None)
     assert [answer.finish for answer in given] == ["stop", "stop", "length"]
     with closing(build_verifier(RewardConfig())) as verifier:
         assert [verdict.score for verdict in verifier.verify(given)] == [1, 1, 0]

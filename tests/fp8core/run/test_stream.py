@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8core.rollout.engine import Completion, PromptGroup
-from fp8core.rollout.stream import (
-    GroupPlace,
-    Row,
-    Stream,
-    StreamLimits,
-    chunks_of,
-    run_ahead,
-)
+from fp8core.run.stream import GroupPlace, Stream, StreamLimits, chunks_of, run_ahead
 
 SAMPLES, LONGEST = 2, 12
 
@@ -41,17 +34,20 @@ def generate(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Ite
         yield done
 
 
-def enter(batch: int, group: int) -> list[Row]:
+def enter(batch: int, group: int) -> list[Completion]:
     first = 1000 * batch + 10 * group
-    return [Row(batch, group, i, f"{batch}/{group}", first + i, [1]) for i in range(SAMPLES)]
+    return [
+        Completion(group, i, prompt_id=f"{batch}/{group}", seed=first + i, prompt_tokens=[1], batch=batch)
+        for i in range(SAMPLES)
+    ]
 
 
-def trained(pace: StreamLimits, ahead: int | None, steps: int) -> list[list[Row]]:
+def trained(pace: StreamLimits, ahead: int | None, steps: int) -> list[list[Completion]]:
     """What each step learns from; the stream is stored and read between all parts.
 
     Without a limit ahead, prompts that are not a step's own wait for the part ahead.
     """
-    rows, found = list[Row](), []
+    rows, found = list[Completion](), []
     for step in range(1, steps + 1):
         stream = Stream(rows, pace, step - 1)
         found.append(stream.complete(step, None if ahead is None else 4, generate, enter))
@@ -104,8 +100,8 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
         assert asked[0] == {step, step + 1}
         assert len(asked) == -(-longest // chunk)
         assert [len(row.tokens) for row in stream.rows] == [min(length(row.seed), longest) for row in stream.rows]
-        assert [bool(row.finish) for row in stream.rows] == [length(row.seed) <= longest for row in stream.rows]
-        cut += sum(not row.finish for row in stream.rows)
+        assert [not row.in_flight for row in stream.rows] == [length(row.seed) <= longest for row in stream.rows]
+        cut += sum(row.in_flight for row in stream.rows)
         asked.clear()
     assert cut
     alone = Stream([], StreamLimits(3, 1, None), 0)
@@ -125,7 +121,7 @@ def test_a_recorded_schedule_gives_the_stream_of_the_clock(
     pace: StreamLimits, chunk: int, speeds: list[int], cut: int
 ) -> None:
     """Whatever the update takes: the chunks that were written decide, in one go or in two."""
-    rows = list[Row]()
+    rows = list[Completion]()
     for step, most in enumerate(speeds, start=1):
         stream = Stream(rows, pace, step - 1)
         taken = stream.complete(step, chunk, generate, enter)
