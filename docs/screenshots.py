@@ -2,10 +2,12 @@
 
     pip install playwright
     python docs/screenshots.py mlflow runs/first runs/mixed
+    python docs/screenshots.py report runs/first runs/mixed runs/collapse
     python docs/screenshots.py prefect http://127.0.0.1:4200 "$PREFECT_API_AUTH_STRING"
 
-The first one shows a run, a comparison, checkpoints and completions in MLflow, and the report. Both runs must be
-tracked in one store or server. The second one shows pages of Prefect's server that `fp8-grpo up` runs: deployments, a
+The first one shows a run, a comparison, checkpoints and completions in MLflow. Both runs must be
+tracked in one store or server. The second one shows reports, of two runs and of one that collapsed, wide and narrow,
+light and dark. The third one shows pages of Prefect's server that `fp8-grpo up` runs: deployments, a
 run, one of its steps, and the form that starts one. The run is the one of `fp8-grpo/tiny` that ended last. A short one
 makes readable pictures:
 
@@ -31,7 +33,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 from PIL import Image
@@ -45,7 +47,6 @@ from fp8core.report.run_data import labels, read_run
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH, HEIGHT = 1440, 900
-REPORT: ViewportSize = {"width": 1300, "height": 2900}
 TABLE: ViewportSize = {"width": 1440, "height": 760}
 SHOWN = "^core/"
 """The charts of MLflow's pages, as a pattern."""
@@ -67,22 +68,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=IMAGES, metavar="FOLDER", help="where the pictures go")
     services = parser.add_subparsers(dest="service", required=True)
     services.add_parser("mlflow").add_argument("runs", metavar="RUN", nargs=2, type=Path, help="folder of a run")
+    services.add_parser("report").add_argument("runs", metavar="RUN", nargs=3, type=Path, help="folder of a run")
     prefect = services.add_parser("prefect")
     prefect.add_argument("server", help="its address")
     prefect.add_argument("login", help="PREFECT_API_AUTH_STRING of that server")
     options = parser.parse_args()
     if options.service == "mlflow":
         mlflow_pictures(options.runs, options.out)
+    elif options.service == "report":
+        report_pictures(options.runs, options.out)
     else:
         prefect_pictures(options.server, options.login, options.out)
 
 
 def mlflow_pictures(runs: list[Path], out: Path) -> None:
-    """Serve MLflow, look at each page and at the report, and keep what is seen."""
+    """Serve MLflow, look at each page, and keep what is seen."""
     records = [recorded(folder) for folder in runs]
-    with tempfile.TemporaryDirectory() as scratch, mlflow_ui(records[0].uri) as address, browser() as page:
-        report = Path(scratch) / "report.html"
-        report.write_text(report_html([*map(read_run, runs, labels(runs))]))
+    with mlflow_ui(records[0].uri) as address, browser() as page:
         for name, url in mlflow_pages(address, records).items():
             page.goto(url)
             search = page.get_by_placeholder("Search metric charts")
@@ -98,10 +100,25 @@ def mlflow_pictures(runs: list[Path], out: Path) -> None:
         page.get_by_text(re.compile("^Path: ")).first.evaluate("element => { element.style.visibility = 'hidden' }")
         page.wait_for_timeout(SETTLE_MS)
         keep(page.screenshot(), out / "mlflow-completions.png")
-        page.set_viewport_size(REPORT)
-        page.goto(report.as_uri())
-        page.wait_for_timeout(SETTLE_MS)
-        keep(page.screenshot(), out / "report.png")
+
+
+def report_pictures(runs: list[Path], out: Path) -> None:
+    """Look at the report of the first two runs and at that of the third."""
+    views: dict[str, tuple[list[Path], int, int, Literal["light", "dark"]]] = {
+        "report": (runs[:2], 1400, 1825, "light"),
+        "report-dark": (runs[2:], 1400, 650, "dark"),
+        "report-400": (runs[:2], 400, 945, "light"),
+        "report-400-dark": (runs[2:], 400, 945, "dark"),
+    }
+    with tempfile.TemporaryDirectory() as scratch, browser() as page:
+        for name, (folders, width, height, colours) in views.items():
+            report = Path(scratch) / "report.html"
+            report.write_text(report_html([*map(read_run, folders, labels(folders))]))
+            page.emulate_media(color_scheme=colours)
+            page.set_viewport_size({"width": width, "height": height})
+            page.goto(report.as_uri())
+            page.wait_for_timeout(SETTLE_MS)
+            keep(page.screenshot(), out / f"{name}.png")
 
 
 def recorded(folder: Path) -> ServiceRecord:

@@ -124,8 +124,8 @@ def finish(session: Session, console: Console) -> dict[str, Any]:
     # A run that was continued may have crossed other bounds than those that it has now.
     named = dict.fromkeys(entry.reason.partition(":")[0] for entry in crossed)
     title = f"{name}: {run.config.name}, seed {run.config.seed}"
-    draw_png(training_charts(name, data.history, bounds), folder / CURVES, title)
     conclusion = conclude(data)
+    draw_png(training_charts(name, data.history, bounds, conclusion.collapses("collapse")), folder / CURVES, title)
     summary = {
         "run": name,
         **{f"{service}_run_id": tracker.run_id for service, tracker in session.trackers.items()},

@@ -14,20 +14,22 @@ Row = Mapping[str, float]
 """The metrics of a step: name -> value."""
 Form = Literal["short", "decimals", "tenths", "whole", "exact"]
 """How a value is written: four digits, three decimals, one decimal, thousands with commas, `1 exactly`."""
+CurveSection = Literal["learning", "signals", "alignment", "ahead", "scales", "own"]
+"""Of the report: what a curve tells about."""
 Summary = Literal["first", "last", "first steps", "last steps", "mean", "sum", "max", "min", "zeros"]
 """How the values of a run become one number; `first steps` and `last steps` are means of ten steps at an end."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The chart of a metric over the steps of a run.
+    """The chart of a metric over the steps of a run; in section `own` the name of the metric is its title.
 
     y_label: else the unit of the metric. over: the name of a metric that the value is divided by. include: values that
     are on the y axis in any case. bounds: label -> y of a horizontal line.
     """
 
-    section: Literal["learning", "signals", "alignment", "ahead", "scales", "own"]
-    title: str
+    section: CurveSection
+    title: str = ""
     _: KW_ONLY
     y_label: str = ""
     over: str = ""
@@ -75,8 +77,8 @@ class Metric:
 
     @property
     def own(self) -> bool:
-        """A step of the user's own measured it."""
-        return self.curve is not None and self.curve.section == "own"
+        """A step of the user's own measured it, so that nothing is declared."""
+        return not self.text
 
     def headline_value(self, value: float) -> float:
         return value - (self.ideal or 0.0) if self.headline_from_ideal else value

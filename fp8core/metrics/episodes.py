@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from fp8core.metric import Metric
+from fp8core.metric import Curve, Metric
 from fp8core.rewards.scorer import Key
 from fp8core.rl.batch import pad_column
 from fp8core.store.tables import key_of
@@ -27,12 +27,12 @@ _ENDS = {
     "observation": "episodes that reached `environment.observation_tokens`. *Rises: raise the limit.*",
 }
 METRICS = (
-    *(Metric(f"environment/{name}", text) for name, text in _COUNTS.items()),
+    *(Metric(f"environment/{name}", text, curve=Curve("own", include=(0.0,))) for name, text in _COUNTS.items()),
     _TURNS_MAX,
     *(Metric(f"environment/heldout_{name}", "the same for held-out prompts") for name in _COUNTS),
     _OBSERVATION_TOKENS,
     *(Metric(f"environment/ended_{name}", text) for name, text in _ENDS.items()),
-    Metric("environment/info_*", "mean of a number that the environment reports"),
+    Metric("environment/info_*", "mean of a number that the environment reports", curve=Curve("own")),
     Metric("alignment/logprob_abs_diff_max_turn_*", "of one turn (`_turn_4_7` of four)"),
     Metric("alignment/tokens_differing_turn_*", "of one turn (`_turn_4_7` of four)"),
 )

@@ -29,6 +29,6 @@ _PATTERNS = tuple(metric for metric in METRICS if "*" in metric.name)
 
 
 def find_metric(name: str) -> Metric:
-    """The declaration of a metric; of one that a step of the user's own measured, the name is the chart's title."""
-    own = Metric(name, curve=Curve("own", name))
+    """The declaration of a metric; one that a step of the user's own measured has a chart alone."""
+    own = Metric(name, curve=Curve("own"))
     return _BY_NAME.get(name) or next((metric for metric in _PATTERNS if fnmatchcase(name, metric.name)), own)

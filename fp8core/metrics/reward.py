@@ -31,7 +31,7 @@ SCORE_STD = Metric("reward/score_std", _SPREAD)
 SIGNAL = Metric(
     "reward/groups_with_signal",
     "share of prompts whose completions got different scores. *Near 0: the report names cause and action.*",
-    unit="share of prompts whose rewards differ",
+    unit="share of prompts",
     better="higher",
     headline="groups_with_signal",
     curve=Curve("signals", "Groups with a signal", include=(0.0, 1.0)),
@@ -48,8 +48,12 @@ OUTCOME_SHARES: Mapping[str, Metric] = {
     )
     for outcome in OUTCOMES
 }
-VERDICT_SCORE = Metric("reward/verdict", "with several verifiers, the mean score of `reward.verifier`")
-VERIFIER_SCORES = Metric("reward/*", "the mean score of the verifier of that name in `reward.others`")
+VERDICT_SCORE = Metric(
+    "reward/verdict", "with several verifiers, the mean score of `reward.verifier`", curve=Curve("own")
+)
+VERIFIER_SCORES = Metric(
+    "reward/*", "the mean score of the verifier of that name in `reward.others`", curve=Curve("own")
+)
 METRICS = (
     *(REWARD, REWARD_STD, SCORE_STD, SIGNAL, KEPT_SHARE),
     *(*OUTCOME_SHARES.values(), VERDICT_SCORE, VERIFIER_SCORES),

@@ -8,25 +8,25 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fp8core.metric import Form
 
 # Without yellow, which is too light for lines on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
+ALARM = "#B3261E"
 MISSING = "-"
 """Shown where there is no value."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one name, in the order of x; the y of an outline of a histogram holds up to the next x."""
+    """Points of one name, in the order of x."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     style: int
-    mark: Literal["line", "outline"] = "line"
 
     def finite(self) -> list[tuple[float, float]]:
         return [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
@@ -38,6 +38,13 @@ class Bound:
 
     label: str
     y: float
+
+
+class Collapse(NamedTuple):
+    """A vertical line at the last step before a policy collapsed."""
+
+    label: str
+    step: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class Chart:
     y_scale: Literal["linear", "log"] = "linear"
     include: Sequence[float] = ()
     note: str = ""
+    collapses: Sequence[Collapse] = ()
 
     @property
     def values(self) -> list[float]:
@@ -112,18 +120,16 @@ def colour(style: int) -> str:
     return COLOURS[style % len(COLOURS)]
 
 
-def collapsed(charts: Iterable[Chart]) -> tuple[list[Chart], list[str]]:
-    """The charts whose values differ, and sentences about those that have one value or none."""
-    drawn = list[Chart]()
-    told = defaultdict[str, list[str]](list)
+def split_constant(charts: Iterable[Chart]) -> tuple[list[Chart], list[str]]:
+    """The charts whose values differ, and sentences about those that have one value."""
+    varying = list[Chart]()
+    titles = defaultdict[str, list[str]](list)
     for chart in charts:
         values = {y for series in chart.series for _, y in series.finite()}
         if len(values) > 1:
-            drawn.append(chart)
-        elif not values:
-            told["Not measured"].append(chart.title)
-        else:
+            varying.append(chart)
+        elif values:
             (value,) = values
             exact = float(short(value).replace(",", "")) == value
-            told[f"{'Exactly' if exact else 'About'} {short(value)} wherever measured"].append(chart.title)
-    return drawn, [f"{reason}: {'; '.join(titles)}." for reason, titles in told.items()]
+            titles[f"{'Exactly' if exact else 'About'} {short(value)} wherever measured"].append(chart.title)
+    return varying, [f"{value}: {'; '.join(names)}." for value, names in titles.items()]

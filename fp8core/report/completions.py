@@ -5,29 +5,31 @@ is a single piece of text. Functions that take `missing` append a line to it for
 gc did not remove.
 """
 
+import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.report.tokens import unread, was_removed
 from fp8core.rewards.scorer import Key
-from fp8core.store.artifacts import ArtifactError, ArtifactStore
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.layout import POLICY
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.run_view import Commit, RunView
 from fp8core.store.tables import COMPLETION_KEY, HeldoutSample, key_of, keys_of
 
-PROMPTS = 3
+PROMPTS = 4
 SAMPLES = 2
 HELDOUT_PROMPTS = 4
 _MOST_TOKENS = 160
 _MOST_CHARACTERS = 800
 _MOST_PROMPT_CHARACTERS = 3200
+_MOST_FACT_CHARACTERS = 60
 _THRESHOLDS = (1e-3, 1e-2, 1e-1)
 LEGEND = ("below 0.001", "0.001 to 0.01", "0.01 to 0.1", "0.1 and more")
 _COLUMNS = (*COMPLETION_KEY, "prompt_id", "prompt_tokens", "tokens", "logprobs", "written", "text")
@@ -55,13 +57,17 @@ class ShownCompletion:
     left_out: int = 0
     unverified: bool = False
     advantage: float | None = None
+    outcome: str | None = None
 
 
 @dataclass(frozen=True)
 class PromptExamples:
+    """Completions of a prompt; `facts` are its answer and the columns of its row."""
+
     step: int
     prompt: str
     completions: Sequence[ShownCompletion]
+    facts: str = ""
 
     @property
     def differing(self) -> bool:
@@ -70,6 +76,16 @@ class PromptExamples:
 
 Examples = Sequence[PromptExamples]
 """Early and late in turn."""
+
+
+def was_removed(view: RunView, ref: Ref) -> bool:
+    return ref.digest in view.removed_digests and not (view.folder / ref.uri).exists()
+
+
+def unread(what: str, step: int, error: ArtifactError, folder: Path) -> str:
+    """A line about a file of a step that cannot be read, with its place in the run's folder."""
+    place, _, reason = str(error).removeprefix(f"{folder}/").partition(": ")
+    return f"{what} of step {step}: {reason} ({place})"
 
 
 def pick_completions(view: RunView, names: tuple[str, str], missing: list[str]) -> list[list[Row]]:
@@ -147,10 +163,13 @@ def _read(view: RunView, commit: Commit, names: tuple[str, str], missing: list[s
     store = ArtifactStore(view.folder)
     rollouts, scored = (commit.artifacts[name] for name in names)
     judged: dict[Key, Row] = defaultdict(lambda: dict.fromkeys(_JUDGED))
+    facts: dict[str, str] = {}
     try:
         rows = store.get_table(rollouts, _COLUMNS).to_pylist()
         table = store.get_table(scored, [*COMPLETION_KEY, "logprobs"])
         for ref in commit.artifacts.values():
+            if ref.kind == "prompts" and not was_removed(view, ref):
+                facts |= {row["prompt_id"]: _facts(row) for row in store.get_table(ref).to_pylist()}
             if (columns := [name for name, kind in _JUDGED.items() if kind == ref.kind]) and not was_removed(view, ref):
                 for row in store.get_table(ref, [*COMPLETION_KEY, *columns]).to_pylist():
                     judged[key_of(row)] |= row
@@ -161,8 +180,14 @@ def _read(view: RunView, commit: Commit, names: tuple[str, str], missing: list[s
     by_prompt: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         key = key_of(row)
-        by_prompt[row["prompt_id"]].append({**row, **judged[key], "step": commit.step, "trained": trained.get(key)})
+        more = {"step": commit.step, "trained": trained.get(key), "facts": facts.get(row["prompt_id"], "")}
+        by_prompt[row["prompt_id"]].append({**row, **judged[key], **more})
     return by_prompt
+
+
+def _facts(prompt: Row) -> str:
+    values = {"answer": prompt["reference"], **json.loads(prompt.get("columns") or "{}")}
+    return ", ".join(f"{name} {str(value)[:_MOST_FACT_CHARACTERS]}" for name, value in values.items())
 
 
 def _shown(rows: Sequence[Row], decode: Decode | None) -> PromptExamples:
@@ -172,7 +197,7 @@ def _shown(rows: Sequence[Row], decode: Decode | None) -> PromptExamples:
         prompt = f"\u2026{prompt[-_MOST_PROMPT_CHARACTERS:]}"
     # A run that generates ahead compares few: those come first.
     shown = sorted(rows, key=lambda row: row["trained"] is None)[:SAMPLES]
-    return PromptExamples(first["step"], prompt, [_completion(row, decode) for row in shown])
+    return PromptExamples(first["step"], prompt, [_completion(row, decode) for row in shown], first["facts"])
 
 
 def _completion(row: Row, decode: Decode | None) -> ShownCompletion:
@@ -180,14 +205,15 @@ def _completion(row: Row, decode: Decode | None) -> ShownCompletion:
     if decode is None:
         # The tokens of a part of the text are not known.
         whole = [Piece(row["text"][:_MOST_CHARACTERS], None)]
-        return ShownCompletion(row["reward"], whole, 0, unverified, row["advantage"])
+        return ShownCompletion(row["reward"], whole, 0, unverified, row["advantage"], row["outcome"])
     shown = row["tokens"][:_MOST_TOKENS]
     trained = row["trained"] or [None] * len(shown)
     pieces = [
         Piece(text, level_of(p - g) if written and p is not None else None)
         for text, p, g, written in zip(_texts(shown, decode), trained, row["logprobs"], row["written"], strict=False)
     ]
-    return ShownCompletion(row["reward"], pieces, len(row["tokens"]) - len(shown), unverified, row["advantage"])
+    left_out = len(row["tokens"]) - len(shown)
+    return ShownCompletion(row["reward"], pieces, left_out, unverified, row["advantage"], row["outcome"])
 
 
 def level_of(difference: float) -> int:

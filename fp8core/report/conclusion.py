@@ -15,7 +15,7 @@ from scipy.special import stdtrit
 from fp8core.alignment.bounds import is_known, unverifiable
 from fp8core.metrics.reward import REWARD
 from fp8core.metrics.rollout import TOKENS, UNVERIFIABLE
-from fp8core.report.chart import counted, format_tmpe, short, three_decimals
+from fp8core.report.chart import Collapse, counted, format_tmpe, short, three_decimals
 from fp8core.report.diagnosis import Diagnosis, Evidence, diagnosis, run_commands
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import EDGE_STEPS, Learning, compared_tokens, edge_steps, first_steps, last_steps
@@ -141,10 +141,15 @@ def rollout_speed(run: RunData) -> float | None:
 
 
 class Conclusion(NamedTuple):
-    """The diagnosis of a run, and paragraphs: the diagnosis, the result, and what to do next where that is not said."""
+    """The diagnosis of a run, and paragraphs: symptom and change, the result, and what to do next without them."""
 
     diagnosis: Diagnosis | None
     paragraphs: list[str]
+
+    def collapses(self, label: str) -> list[Collapse]:
+        """The line of the charts of the run, or nothing."""
+        step = None if self.diagnosis is None else self.diagnosis.collapse
+        return [] if step is None else [Collapse(label, step)]
 
 
 def conclude(run: RunData) -> Conclusion:
@@ -155,11 +160,11 @@ def conclude(run: RunData) -> Conclusion:
     text = "".join(piece.text for done in last[:1] for piece in done.pieces)
     cause = diagnosis(Evidence(run.history, config, judged.learning, text, run_commands(run.view)[0]))
     action = _next(run, judged.learning, cause)
-    result = cause.cause if cause is not None and cause.step is not None else judged.learning
+    result = cause.cause if cause is not None and cause.collapse is not None else judged.learning
     return Conclusion(
         cause,
         [
-            *([] if cause is None else [cause.sentence]),
+            *([] if cause is None else [cause.symptom, cause.change]),
             _result(run, judged.reward, result, agreement(run.history, why)),
             *([] if action is None else [f"Next: {action}."]),
         ],

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from fp8core.config.run import RunConfig, resume_command, shown_place
 from fp8core.errors import printable
 from fp8core.metrics.reward import OUTCOME_SHARES, REWARD, SIGNAL, VERDICT_SCORE
-from fp8core.metrics.rollout import CUT_OFF
-from fp8core.report.chart import counted
+from fp8core.metrics.rollout import CUT_OFF, ENTROPY, LENGTH
+from fp8core.report.chart import counted, short
 from fp8core.report.summary import EDGE_STEPS, Learning
 from fp8core.store.ledger import START
 from fp8core.store.metrics import STEP, History
@@ -34,11 +34,20 @@ _SHOWN_CHARACTERS = 40
 
 
 class Diagnosis(NamedTuple):
-    """A cause, the sentence about it and, for a policy that has collapsed, the step to go back to."""
+    """A cause, what shows it, and what to change.
+
+    collapse: the last step before a policy collapsed. step: the one whose policy to go back to.
+    """
 
     cause: str
-    sentence: str
+    symptom: str
+    change: str
+    collapse: int | None = None
     step: int | None = None
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.symptom} {self.change}"
 
 
 class Fall(NamedTuple):
@@ -106,7 +115,7 @@ class Evidence:
     def example(self) -> str:
         begin = printable(self.text[:_SHOWN_CHARACTERS])
         more = "…" if len(self.text) > _SHOWN_CHARACTERS else ""
-        return f"; the last step wrote \u201c{begin}{more}\u201d" if begin else ""
+        return f"The last step wrote \u201c{begin}{more}\u201d. " if begin else ""
 
     @cached_property
     def never_right(self) -> bool:
@@ -127,17 +136,18 @@ def diagnosis(evidence: Evidence) -> Diagnosis | None:
         age = 0 if config is None or config.pipeline.mode == "synchronous" else config.pipeline.max_staleness
         # The policy that wrote the last completions that were rewarded.
         step = max(START, fall.sound - 1 - age)
-        seen = f"after step {fall.sound} {fall.measure} fell from {fall.best:.3g} to {fall.level:.3g}"
+        changes = [_change(fall.measure, fall.best, fall.level), *_other_changes(evidence.history, fall.sound)]
+        symptom = f"Collapsed after step {fall.sound}: {', '.join(changes)}."
         change = (
-            f"Lower {evidence.setting('training.learning_rate')}, and start from the policy after step {step}, which "
-            f"fp8-grpo export {evidence.place} --step {step} FOLDER writes"
+            f"{evidence.example}Lower {evidence.setting('training.learning_rate')}, and start from the policy after "
+            f"step {step}, which fp8-grpo export {evidence.place} --step {step} FOLDER writes."
         )
-        return Diagnosis("collapsed", f"Collapsed: {seen}{evidence.example}. {change}.", step)
+        return Diagnosis("collapsed", symptom, change, fall.sound, step)
     cause = _cause(evidence)
     if cause is None:
         return None
-    name, seen, change = cause
-    return Diagnosis(name.lower(), f"{name}: {seen}. {change}.")
+    name, symptom, change = cause
+    return Diagnosis(name.lower(), f"{name}: {symptom}.", f"{change}.")
 
 
 def _cause(evidence: Evidence) -> tuple[str, str, str] | None:
@@ -152,13 +162,29 @@ def _cause(evidence: Evidence) -> tuple[str, str, str] | None:
         form = "state the answer's form in data.template"
         other = form if evidence.most("unparsed") else "choose easier problems or a stronger model"
         change = f"If such texts are right, change {evidence.setting('reward.verifier')}, else {other}"
-        return "Verifier refuses all", f"{evidence.ends}{evidence.example}", change
+        return "Verifier refuses all", evidence.ends, f"{evidence.example}{change}"
     if evidence.silent and evidence.most("right"):
         return "No signal", evidence.ends, "Choose harder problems"
     if evidence.silent:
         problems = "Choose problems that the policy solves now and then"
         return "No signal", evidence.ends, f"{problems}, or raise {evidence.setting('rollout.group_size')}"
     return None
+
+
+def _change(name: str, before: float, after: float) -> str:
+    return f"{name} {'fell' if after < before else 'rose'} from {short(before)} to {short(after)}"
+
+
+def _other_changes(history: History, step: int) -> list[str]:
+    """Changes from a step to the mean of all later ones, by a factor of more than two."""
+    changes = []
+    for name, metric in {"entropy": ENTROPY, "length": LENGTH, "groups with a signal": SIGNAL}.items():
+        rows = [row for row in history if metric.name in row]
+        early = [row[metric.name] for row in rows if row[STEP] <= step]
+        late = [row[metric.name] for row in rows if row[STEP] > step]
+        if early and late and not early[-1] / 2 <= fmean(late) <= 2 * early[-1]:
+            changes.append(_change(name, early[-1], fmean(late)))
+    return changes
 
 
 def find_fall(history: History, prompts: int) -> Fall | None:

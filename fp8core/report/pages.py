@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal
+from typing import Any
 
 import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -13,15 +13,17 @@ from plotly.offline import get_plotlyjs
 
 from fp8core.alignment.bounds import stored_bounds
 from fp8core.errors import printable, printable_lines
-from fp8core.metric import Metric
-from fp8core.report.chart import COLOURS, Chart, Series, collapsed, counted, short
+from fp8core.metric import CurveSection
+from fp8core.report.chart import ALARM, COLOURS, Chart, Collapse, Series, counted, short, split_constant
 from fp8core.report.completions import LEGEND, Examples
 from fp8core.report.conclusion import conclude
 from fp8core.report.run_data import RunData
 from fp8core.report.tables import Table, difference_table, numbers_table, settings_table, time_table
-from fp8core.report.training_charts import bound_lines, curve_chart, section_metrics, token_charts
+from fp8core.report.training_charts import bound_lines, curve_chart, section_metrics
 
 _EXAMPLE_RUNS = 2
+# So few steps have a tick each.
+_FEW_STEPS = 8
 # Colours are names of the page's CSS variables, which its script replaces, so that a page can be dark.
 _DASHES = ("solid", "6px,3px", "2px,2px", "8px,3px,2px,3px", "12px,4px")
 
@@ -53,8 +55,10 @@ class Section:
     examples: Sequence[tuple[str, str, Examples]] = ()
 
 
-def render_page(title: str, subtitle: str, answers: Sequence[str], sections: Sequence[Section]) -> str:
-    """The page as HTML text, the answers on top; all text is escaped."""
+def render_page(
+    title: str, subtitle: str, alarms: Sequence[str], answers: Sequence[str], sections: Sequence[Section]
+) -> str:
+    """The page as HTML text, alarms and answers on top; all text is escaped."""
     environment = Environment(
         loader=PackageLoader("fp8core.report", "."),
         autoescape=True,
@@ -65,8 +69,8 @@ def render_page(title: str, subtitle: str, answers: Sequence[str], sections: Seq
     )
     template = environment.get_template("page.html.jinja")
     plotly = Markup(get_plotlyjs())
-    page = {"title": title, "subtitle": subtitle, "answers": answers, "sections": sections}
-    return template.render(page, script=plotly, colours=COLOURS, legend=LEGEND, short=short)
+    page = {"title": title, "subtitle": subtitle, "alarms": alarms, "answers": answers, "sections": sections}
+    return template.render(page, script=plotly, alarm=ALARM, colours=COLOURS, legend=LEGEND, short=short)
 
 
 def _printable(value: Any) -> Any:
@@ -75,56 +79,48 @@ def _printable(value: Any) -> Any:
 
 
 def report_html(runs: Sequence[RunData]) -> str:
-    title = ", ".join(run.label for run in runs)
     states = "; ".join(f"{run.label}: {run.status}" for run in runs)
     gaps = sum(len(run.missing) for run in runs)
     note = f" {counted(gaps, 'note')} on what is missing, at the end." if gaps else ""
-    answers = [
-        words if len(runs) == 1 else f"{run.label}: {words}" for run in runs for words in conclude(run).paragraphs
-    ]
-    return render_page(title, f"fp8-grpo report. {states}.{note}", answers, _sections(runs))
+    alarms = list[str]()
+    answers = list[str]()
+    collapses = list[Collapse]()
+    for run in runs:
+        conclusion = conclude(run)
+        whose = "" if len(runs) == 1 else f"{run.label}: "
+        symptoms = [] if conclusion.diagnosis is None else [conclusion.diagnosis.symptom]
+        alarms += [f"{whose}{words}" for words in symptoms]
+        answers += [f"{whose}{words}" for words in conclusion.paragraphs if words not in symptoms]
+        collapses += conclusion.collapses(f"{whose}collapse")
+    title = ", ".join(run.label for run in runs)
+    return render_page(title, f"fp8-grpo report. {states}.{note}", alarms, answers, _sections(runs, collapses))
 
 
-def _sections(runs: Sequence[RunData]) -> list[Section]:
+def _sections(runs: Sequence[RunData], collapses: Sequence[Collapse]) -> list[Section]:
+    """Sections without content are left out."""
     lines = [(run.label, run.history) for run in runs]
     bounds = bound_lines([(run.label, stored_bounds(run.view.config)) for run in runs])
 
-    def curves(anchor: str, title: str, metrics: Sequence[Metric]) -> Section:
-        charts = (curve_chart(metric, lines, bounds.get(metric.name, ())) for metric in metrics)
-        return charted(anchor, title, collapsed(charts))
-
-    def optional(anchor: Literal["ahead", "scales", "own"], title: str) -> list[Section]:
-        """Without a value of its first metric there is no such section."""
-        metrics = section_metrics(anchor, [run.history for run in runs])
-        measured = any(metrics[0].values(row) for _, history in lines for row in history) if metrics else False
-        return [curves(anchor, title, metrics)] if measured else []
+    def curves(anchor: str, title: str, *sections: CurveSection) -> Section:
+        metrics = [metric for section in sections for metric in section_metrics(section, [run.history for run in runs])]
+        charts = (curve_chart(metric, lines, bounds.get(metric.name, ()), collapses) for metric in metrics)
+        varying, constant = split_constant(charts)
+        return Section(anchor, title, constant, [*map(chart_figure, varying)])
 
     missing = [(run.label, line) for run in runs for line in run.missing]
-    provenance = [Table(run.label, ["", ""], run.provenance.lines(run.view)) for run in runs]
+    unread = [Table("What could not be read", ["run", "what"], missing)] if missing else []
+    provenance = [Table(f"Provenance of {run.label}", ["", ""], run.provenance.lines(run.view), True) for run in runs]
     settings = [*([difference_table(runs)] if len(runs) > 1 else []), *map(settings_table, runs)]
-    return [
-        curves("learning", "Learning", [*section_metrics("learning"), *section_metrics("signals")]),
-        curves("alignment", "Alignment of rollout and training", section_metrics("alignment")),
-        *optional("ahead", "Generation ahead"),
-        charted("tokens", "Mismatch by token", token_charts([(run.label, run.tokens) for run in runs])),
+    sections = [
+        curves("learning", "Learning", "learning", "signals"),
+        curves("own", "Verifiers, environment and own steps", "own"),
+        curves("alignment", "Alignment of rollout and training", "alignment", "ahead", "scales"),
         _completions(runs),
-        *optional("scales", "Scales of the KV cache"),
-        *optional("own", "Metrics of own steps"),
-        Section("numbers", "Numbers", tables=[numbers_table(runs), time_table(runs)]),
-        Section("configuration", "Configuration", tables=settings),
-        Section("provenance", "Provenance", tables=provenance),
-        Section(
-            "missing",
-            "Missing",
-            [] if missing else ["Nothing: all that the ledgers name could be read."],
-            tables=[Table("What could not be read", ["run", "what"], missing)] if missing else [],
-        ),
+        Section("numbers", "Numbers and time", tables=[numbers_table(runs), time_table(runs)]),
+        Section("configuration", "Configuration and provenance", tables=[*settings, *provenance]),
+        Section("missing", "Missing", tables=unread),
     ]
-
-
-def charted(anchor: str, title: str, charts: tuple[list[Chart], list[str]], words: Sequence[str] = ()) -> Section:
-    drawn, told = charts
-    return Section(anchor, title, [*words, *told], [*map(chart_figure, drawn)])
+    return [part for part in sections if part.text or part.figures or part.tables or part.examples]
 
 
 def _completions(runs: Sequence[RunData]) -> Section:
@@ -138,27 +134,36 @@ def _completions(runs: Sequence[RunData]) -> Section:
             if any(one.differing for one in run.examples):
                 words = "Colours show |log p - log g| of a token; without one: equal bit for bit, or not compared."
             shown.append((f"{run.label}: prompts of the training, early and late", words, run.examples))
-    return Section("completions", "Completions", [] if shown else ["No step has completions."], examples=shown)
+    return Section("completions", "Completions", examples=shown)
 
 
 def chart_figure(chart: Chart) -> Figure:
-    plot = _empty(chart.x_label, chart.y_label, [series.label for series in chart.series])
+    plot = _empty(chart.x_label, chart.y_label, [series.label for series in chart.series if len(chart.series) > 1])
     is_log = chart.y_scale == "log"
     lane, axis = _log_axis(chart) if is_log else (-math.inf, {})
     for series in chart.series:
         plot.add_trace(_trace(series, lane))
     included = [*chart.include]
-    if len(included) > 1:
-        # Room for half a marker.
-        included += [included[0] - 0.03, included[-1] + 0.03]
-    for bound in chart.bounds:
+    for number, bound in enumerate(chart.bounds):
         y = max(bound.y, lane)
-        line = {"color": "var(--faint)", "width": 1, "dash": "dot"}
-        plot.add_shape(x0=0, x1=1, xref="x domain", y0=y, y1=y, line=line)
+        plot.add_hline(y, line={"color": "var(--faint)", "width": 1, "dash": "dot"})
+        # Labels of two bounds may be close, so they are on different sides.
+        side: dict[str, Any] = ({"x": 0.01, "xanchor": "left"}, {"x": 0.99, "xanchor": "right"})[number % 2]
         words: dict[str, Any] = {"text": _text(bound.label), "font_size": 10, "showarrow": False, "borderpad": 0}
         height = math.log10(y) if is_log else y
-        plot.add_annotation(x=0.01, xref="x domain", xanchor="left", y=height, yanchor="bottom", **words)
+        plot.add_annotation(xref="x domain", y=height, yanchor="bottom", yshift=3, **side, **words)
         included += [y, 1.7 * y if is_log else y + 0.1 * abs(y)]
+    for collapse in chart.collapses:
+        words = {"annotation_text": _text(collapse.label), "annotation_font": {"size": 10, "color": "var(--alarm)"}}
+        plot.add_vline(collapse.step, line={"color": "var(--alarm)", "width": 1.5, "dash": "dash"}, **words)
+    reach = [*chart.values, *chart.include, *(bound.y for bound in chart.bounds)]
+    if reach and not is_log:
+        # Room for half a marker.
+        room = 0.03 * (max(reach) - min(reach))
+        included += [min(reach) - room, max(reach) + room]
+    steps = {x for series in chart.series for x in series.x}
+    if steps and max(steps) - min(steps) < _FEW_STEPS:
+        plot.update_xaxes(dtick=1)
     plot.update_yaxes(autorangeoptions_include=included or None, **axis)
     return Figure(chart.title, plot, chart.note)
 
@@ -181,15 +186,11 @@ def _trace(series: Series, lane: float) -> go.Scatter:
     points = series.finite()
     style = series.style
     dash = _DASHES[style % len(_DASHES)]
-    look: dict[str, Any]
-    if series.mark == "outline":
-        look = {"mode": "lines", "line": {"dash": dash, "width": 1.5, "shape": "hv"}}
-    else:
-        marker = {"size": 6, "maxdisplayed": 10 if len(points) > 40 else 0}
-        look = {"mode": "lines+markers", "marker": marker, "line": {"dash": dash, "width": 1.5}}
+    marker = {"size": 6, "maxdisplayed": 10 if len(points) > 40 else 0}
+    look: dict[str, Any] = {"mode": "lines+markers", "marker": marker, "line": {"dash": dash, "width": 1.5}}
     x = [x for x, _ in points]
     y = [y for _, y in points]
-    look = {"hovertemplate": "%{customdata}", "customdata": [*map(short, y)], **look}
+    look |= {"hovertemplate": "%{customdata}", "customdata": [*map(short, y)]}
     trace = go.Scatter(name=_text(series.label), x=x, y=[max(value, lane) for value in y], **look)
     return trace.update(line_color=_ink(style), marker_color=_ink(style))
 

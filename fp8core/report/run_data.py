@@ -11,9 +11,8 @@ from pathlib import Path
 
 from fp8core.errors import StoredFileError
 from fp8core.report.chart import counted
-from fp8core.report.completions import Examples, heldout_examples, read_examples
+from fp8core.report.completions import Examples, heldout_examples, read_examples, unread
 from fp8core.report.summary import union_seconds
-from fp8core.report.tokens import TokenSample, newest_tokens, unread
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, START_TASKS, BoundEntry, CheckpointEntry, RemovalEntry, StepEntry, TaskEntry
@@ -38,7 +37,6 @@ class RunData:
     history: History
     seconds: Mapping[str, Mapping[int, float]]
     busy: Mapping[int, float]
-    tokens: TokenSample | None
     heldout: Examples
     examples: Examples
     provenance: Provenance
@@ -120,7 +118,6 @@ def read_run(folder: Path, label: str, error: str | None = None) -> RunData:
         history=_history(view, commits, missing),
         seconds=seconds,
         busy=busy,
-        tokens=newest_tokens(view, compared, missing),
         heldout=heldout_examples(view, missing),
         examples=read_examples(view, compared, missing),
         provenance=provenance,

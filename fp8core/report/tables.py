@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from statistics import fmean, median
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 from fp8core.alignment.bounds import stored_bounds
 from fp8core.config.layers import leaves
 from fp8core.config.load import NON_NUMERIC_KEYS
-from fp8core.config.run import RunConfig, public_dump
+from fp8core.config.run import public_dump
 from fp8core.metric import Summary
 from fp8core.metrics.registry import METRICS
-from fp8core.report.chart import MISSING, counted, format_value, short
+from fp8core.report.chart import COLOURS, MISSING, counted, format_value, short
 from fp8core.report.conclusion import rollout_speed
 from fp8core.report.diagnosis import mean_shares
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
@@ -23,12 +23,17 @@ from fp8core.store.metrics import GAP, GAP_DIFFERENCE, GAP_HIGH, GAP_LOW, GAP_PR
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text below a caption. A `folded` table is opened by its caption."""
+    """Rows of text below a caption. A `folded` table is opened by its caption.
+
+    colours: of the first rows. bars: title -> the percentages of these rows, drawn as one bar.
+    """
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     folded: bool = False
+    colours: Sequence[str] = ()
+    bars: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 _SUMMARIES: Mapping[Summary, Callable[[Sequence[float]], float]] = {
@@ -88,21 +93,31 @@ def _gap(history: History) -> str | None:
 
 
 def time_table(runs: Sequence[RunData]) -> Table:
-    """Seconds of the start's tasks, of every task over all steps, and of the rest, with their share of the whole."""
-    spent = [time_spent(run.view) for run in runs]
-    names = [*dict.fromkeys(name for one in spent for name in one if name != OUTSIDE_TASKS), OUTSIDE_TASKS]
+    """Seconds of the start's tasks, of every task over all steps, and of the rest, with their share of the whole.
 
-    def cell(run: RunData, seconds: float | None) -> str:
-        whole = sum(run.view.process_seconds)
-        return MISSING if seconds is None or not whole else f"{seconds:,.1f} s ({seconds / whole:.1%})"
-
+    The tasks that take longest have a colour each. The last colour, black, is too close to the gray of the others.
+    """
+    spent = {run.label: time_spent(run.view) for run in runs}
+    whole = {run.label: sum(run.view.process_seconds) for run in runs}
+    names = [*dict.fromkeys(name for one in spent.values() for name in one if name != OUTSIDE_TASKS), OUTSIDE_TASKS]
+    longest = sorted(names, key=lambda name: -max(one.get(name, 0.0) for one in spent.values()))[: len(COLOURS) - 1]
     rows = []
     for name in names:
-        cells = [cell(run, one.get(name)) for run, one in zip(runs, spent, strict=True)]
+        seconds = {label: one.get(name) for label, one in spent.items()}
+        cells = [
+            MISSING if value is None or not whole[label] else f"{value:,.1f} s ({value / whole[label]:.1%})"
+            for label, value in seconds.items()
+        ]
         rows.append(("outside of committed tasks" if name == OUTSIDE_TASKS else name, *cells))
+    bars = {
+        label: [100 * one.get(name, 0.0) / total for name in names]
+        for label, one in spent.items()
+        if (total := sum(one.values()))
+    }
     rows.append(("time of all processes", *(_time_of_all(run) or MISSING for run in runs)))
-    caption = "Seconds of the whole run, its start included; tasks that run side by side both count"
-    return Table(caption, ["task", *(run.label for run in runs)], rows)
+    caption = "Where did the time go: the whole run with its start; tasks that run side by side both count"
+    colours = [f"c{longest.index(name)}" if name in longest else "faint" for name in names]
+    return Table(caption, ["task", *(run.label for run in runs)], rows, colours=colours, bars=bars)
 
 
 def _time_of_all(run: RunData) -> str | None:
@@ -111,7 +126,7 @@ def _time_of_all(run: RunData) -> str | None:
 
 
 def difference_table(runs: Sequence[RunData]) -> Table:
-    settings = [run_settings(run, run.view.config) for run in runs]
+    settings = [*map(run_settings, runs)]
     values = {key: [one.get(key, "absent") for one in settings] for one in settings for key in one}
     rows = [
         (key, "no" if key.partition(".")[0] in NON_NUMERIC_KEYS else "yes", *values[key])
@@ -122,13 +137,11 @@ def difference_table(runs: Sequence[RunData]) -> Table:
 
 
 def settings_table(run: RunData) -> Table:
-    settings = run_settings(run, run.view.config)
-    return Table(f"Every setting of {run.label}", ["setting", "value"], list(settings.items()), folded=True)
+    return Table(f"Every setting of {run.label}", ["setting", "value"], [*run_settings(run).items()], folded=True)
 
 
-def run_settings(run: RunData, config: RunConfig | None) -> dict[str, str]:
+def run_settings(run: RunData) -> dict[str, str]:
     """Dotted key -> value as JSON; of a configuration that this version cannot read, as it is in run.json."""
+    config = run.view.config
     content: Mapping[str, Any] = run.view.description.config if config is None else public_dump(config)
-    settings = {key: json.dumps(value) for key, value in leaves({**content, "steps": run.requested}).items()}
-    bounds = stored_bounds(config)
-    return settings if bounds is None else settings | bounds.description()
+    return {key: json.dumps(value) for key, value in leaves({**content, "steps": run.requested}).items()}

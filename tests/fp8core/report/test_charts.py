@@ -3,19 +3,12 @@
 import json
 import math
 
-import numpy as np
 import pytest
 
-from fp8core.report.chart import Bound, Chart, Series, collapsed
+from fp8core.report.chart import Bound, Chart, Collapse, Series, split_constant
 from fp8core.report.drawing import draw_png
 from fp8core.report.pages import chart_figure
-from fp8core.report.tokens import TokenSample
-from fp8core.report.training_charts import (
-    curve_chart,
-    difference_histogram,
-    section_metrics,
-    token_charts,
-)
+from fp8core.report.training_charts import curve_chart, section_metrics
 
 NAN, INF = math.nan, math.inf
 
@@ -24,24 +17,18 @@ def chart(*series: Series, **options) -> Chart:
     return Chart("Reward", "step", "mean reward", series, **options)
 
 
-def line(y, mark="line") -> Series:
-    return Series("run", range(len(y)), y, 0, mark)
-
-
-def sample(differences) -> TokenSample:
-    return TokenSample((3,), np.asarray(differences, dtype=np.float64))
+def line(y) -> Series:
+    return Series("run", range(len(y)), y, 0)
 
 
 @pytest.mark.parametrize("y", [[], [NAN, 1.0, INF], [-3.0, 0.0], [1e-100, 1e100]])
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_degenerate_data_are_drawn(y, scale, tmp_path) -> None:
-    for mark in ("line", "outline"):
-        drawn = chart(
-            line(y, mark), y_scale=scale, bounds=[Bound("limit", 0.1), Bound("none", 0.0)], include=(0.0, 1.0)
-        )
-        content = json.loads(chart_figure(drawn).json)
-        assert all(value is not None and math.isfinite(value) for value in content["data"][0]["y"])
-        draw_png([drawn], tmp_path / "a.png", "two $ runs")
+    marks = {"bounds": [Bound("limit", 0.1), Bound("none", 0.0)], "collapses": [Collapse("collapse", 1)]}
+    drawn = chart(line(y), y_scale=scale, include=(0.0, 1.0), **marks)
+    content = json.loads(chart_figure(drawn).json)
+    assert all(value is not None and math.isfinite(value) for value in content["data"][0]["y"])
+    draw_png([drawn], tmp_path / "a.png", "two $ runs")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -72,9 +59,9 @@ def test_texts_of_others_are_no_markup_of_plotly_and_end_no_script() -> None:
 )
 def test_a_chart_with_one_value_is_told_and_not_drawn(values, drawn: bool) -> None:
     one = Chart("Gap", "step", "nats", [Series(f"run {i}", range(len(y)), y, i) for i, y in enumerate(values)])
-    charts, told = collapsed([one])
+    charts, told = split_constant([one])
     assert (charts == [one]) == drawn
-    assert any("Gap" in sentence for sentence in told) != drawn
+    assert any("Gap" in sentence for sentence in told) == (not drawn and values != ([], [NAN]))
 
 
 def test_a_curve_has_the_steps_at_which_its_metric_was_measured_and_equality_is_zero() -> None:
@@ -88,26 +75,12 @@ def test_a_curve_has_the_steps_at_which_its_metric_was_measured_and_equality_is_
     assert list(curve_chart(section_metrics("scales")[1], [("a", scales)]).series[0].y) == [2.0]
 
 
-def test_the_histogram_holds_nearly_all_tokens_and_says_the_rest() -> None:
-    d = np.concatenate([np.zeros(5000), np.linspace(-0.01, 0.01, 4999), [3.0]])
-    histogram = difference_histogram([(0, "exact", sample([0.0] * 10)), (2, "mixed", sample(d))])
-    exact, mixed = histogram.series
-    assert (exact.style, mixed.style) == (0, 2)
-    assert max(exact.y) == sum(exact.y) == 1.0
-    assert sum(mixed.y) == pytest.approx(1.0, abs=2e-3)
-    assert max(mixed.x) < 0.011
-    assert "exact: 10 tokens of step 3, 100.0% exactly 0" in histogram.note
-
-
-def test_tokens_that_are_all_equal_are_told_and_one_that_differs_is_drawn() -> None:
-    equal, other = sample([0.0, 0.0]), sample([0.0, 1e-7])
-    charts, told = token_charts([("one", equal), ("two", equal)])
-    assert (charts, len(told)) == ([], 2)
-    assert token_charts([("one", equal), ("two", other)])[0]
-
-
-def test_metrics_of_users_own_steps_are_drawn_by_name() -> None:
-    history = [{"step": 1, "reward/mean": 0.5, "tone/polite": 0.25}, {"step": 2, "kv/scale_q_layer7": 1.0, "b": 2.0}]
-    assert [metric.name for metric in section_metrics("own", [history])] == ["b", "tone/polite"]
-    drawn = curve_chart(section_metrics("own", [history])[1], [("a", history)])
-    assert (drawn.title, list(drawn.series[0].x), list(drawn.series[0].y)) == ("tone/polite", [1], [0.25])
+def test_metrics_of_verifiers_environments_and_own_steps_are_drawn_by_name() -> None:
+    history = [
+        {"step": 1, "reward/mean": 0.5, "reward/form": 0.5, "tone/polite": 0.25},
+        {"step": 2, "kv/scale_q_layer7": 1.0, "environment/turns": 2.0},
+    ]
+    metrics = section_metrics("own", [history])
+    assert [metric.name for metric in metrics] == ["environment/turns", "reward/form", "tone/polite"]
+    drawn = curve_chart(metrics[1], [("a", history)])
+    assert (drawn.title, list(drawn.series[0].x), list(drawn.series[0].y)) == ("reward/form", [1], [0.5])

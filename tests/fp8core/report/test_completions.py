@@ -3,16 +3,19 @@
 import re
 import shutil
 
+import pyarrow as pa
+
 from fp8core.report.completions import HELDOUT_PROMPTS, PROMPTS, SAMPLES
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
 from fp8core.store.artifacts import Ref
+from fp8core.store.tables import COLUMNS
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[2J"
 
 
-def rewrite(run_copy, kind: str, change) -> None:
-    """Change every row of the tables of a kind, step by step."""
+def rewrite(run_copy, kind: str, change, *columns: pa.Field) -> None:
+    """Change every row of the tables of a kind, step by step; `columns` are new ones."""
 
     def replaced(entry) -> None:
         for name, ref in entry.get("outputs", {}).items() if entry["event"] == "task" else ():
@@ -21,7 +24,9 @@ def rewrite(run_copy, kind: str, change) -> None:
                 rows = table.to_pylist()
                 for row in rows:
                     change(entry["step"], row)
-                new = run_copy.store.put_table(kind, table.from_pylist(rows, schema=table.schema))
+                new = run_copy.store.put_table(
+                    kind, table.from_pylist(rows, schema=pa.schema([*table.schema, *columns]))
+                )
                 entry["outputs"][name] = new.model_dump()
 
     run_copy.rewrite(replaced)
@@ -63,6 +68,8 @@ def test_early_and_late_steps_with_their_rewards_and_the_text_of_the_tokens(run_
     for some, step in ((early, 1), (late, 4)):
         assert [one.step for one in some] == [step] * PROMPTS
         assert [done.reward for one in some for done in one.completions] == [100.0 + step] * PROMPTS * SAMPLES
+    rewrite(run_copy, "prompts", lambda step, row: row.update(reference="6", columns='{"level": "hard"}'), COLUMNS)
+    assert {one.facts for one in read_run(run_copy.folder, "run").examples} == {"answer 6, level hard"}
     stored = run_copy.store.get_table(run_copy.ledger.artifacts(1)["rollouts"]).to_pylist()[0]
     assert texts(early[0].completions[0]) == [stored["text"]]
 

@@ -30,7 +30,7 @@ def evidence(name: str, steps: int | None = None) -> Evidence:
 @pytest.mark.parametrize(
     ("run", "cause", "words"),
     [
-        ("collapse", "collapsed", "after step 1 the share of right answers fell from 0.641 to 0"),
+        ("collapse", "collapsed", "after step 1: the share of right answers fell from 0.641 to 0"),
         ("collapse", "collapsed", "Lower training.learning_rate (now 0.5)"),
         ("lr01", "collapsed", "fp8-grpo export lr01 --step 3 FOLDER"),
         ("cutoff", "cut off", "Raise rollout.max_new_tokens (now 2)"),

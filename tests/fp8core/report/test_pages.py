@@ -14,7 +14,7 @@ from fp8core.report.training_charts import bound_lines
 from fp8core.rl.alignment_metrics import TMPE
 
 SECTIONS = [
-    "learning", "alignment", "tokens", "completions", "scales", "numbers", "configuration", "provenance", "missing",
+    "learning", "alignment", "completions", "numbers", "configuration",
 ]  # fmt: skip
 HOSTILE = "\x1b[2J\u202e<script>1</script> https://me:secret@host"
 
@@ -74,7 +74,7 @@ def test_the_page_says_what_the_runs_came_to_and_how_they_differ(both: str, whol
     assert whole_run.ledger.step(4).weights_digest[:12] in both
     assert "torch " in both
     assert "finished, 4 steps" in both
-    assert all(f"<td>{name}</td>" in both for name in ("warm_start", "precision_gap", "outside of committed tasks"))
+    assert all(f"{name}</td>" in both for name in ("warm_start", "precision_gap", "outside of committed tasks"))
     assert re.search(r"<td>time of all processes</td><td>[\d.]+ s, 1 process</td>", both)
     gap = whole_run.store.get_json(whole_run.ledger.artifacts(0)["precision_gap"])
     ends = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**gap["difference"])
@@ -116,15 +116,14 @@ def test_a_damaged_run_has_a_whole_page(run_copy, damage: str) -> None:
             (folder / "run.json").write_text(run.replace('"fp8_block"', '"fp4_of_tomorrow"'))
     run = read_run(folder, "damaged")
     html = report_html([run])
-    assert [*Page(html).sections, "scales"][:4] == SECTIONS[:4]
-    assert Page(html).sections[-4:] == SECTIONS[-4:]
+    assert Page(html).sections[-3:] == [*SECTIONS[-2:], "missing"]
     assert run.missing
     assert (" 1 note on what is missing" in html) == (len(run.missing) == 1)
 
 
 def test_texts_of_others_are_escaped_and_turn_and_hide_nothing(whole_run) -> None:
     table = Table(HOSTILE, [HOSTILE], [(HOSTILE,)])
-    page = render_page(HOSTILE, HOSTILE, [HOSTILE], [Section("one", HOSTILE, [HOSTILE], [], [table])])
+    page = render_page(HOSTILE, HOSTILE, [HOSTILE], [HOSTILE], [Section("one", HOSTILE, [HOSTILE], [], [table])])
     assert Page(page).tags.count("script") == 2
     assert page.count("\\u202e&lt;script&gt;1&lt;/script&gt; https://me:***@host") >= 5
     named = report_html([replace(read_run(whole_run.folder, "run"), label=HOSTILE)])
@@ -142,4 +141,29 @@ def test_metrics_of_own_steps_have_a_section(whole_run) -> None:
     own = replace(run, history=[{**row, "tone/polite": row["step"] / 4} for row in run.history])
     page = Page(report_html([own]))
     assert "tone/polite" in page.figures
-    assert page.sections == [*SECTIONS[:5], "own", *SECTIONS[5:]]
+    assert page.sections == [SECTIONS[0], "own", *SECTIONS[1:]]
+
+
+def test_a_collapsed_run_says_so_above_the_charts_and_marks_the_step_in_each(whole_run) -> None:
+    run = read_run(whole_run.folder, "whole")
+    assert '<p class="answer alarm">' not in report_html([run])
+    healthy = {"reward/mean": 0.7, "reward/outcome_right": 0.7, "rollout/entropy": 0.25, "rollout/length_mean": 8.0}
+    broken = {"reward/mean": 0.0, "reward/outcome_right": 0.0, "rollout/entropy": 2.0, "rollout/length_mean": 9.0}
+    history = [{"step": step, **(healthy if step <= 10 else broken)} for step in range(1, 21)]
+    page = report_html([replace(run, history=history)])
+    top = page.partition("<section")[0]
+    changes = "the share of right answers fell from 0.7 to 0, entropy rose from 0.25 to 2"
+    assert f'<p class="answer alarm">Collapsed after step 10: {changes}.' in top
+    figures = Page(page).figures
+    assert {"Reward", "Entropy of the policy"} <= {*figures}
+    assert all(figure["layout"]["shapes"][-1]["x0"] == 10 for figure in figures.values())
+
+
+def test_a_task_has_one_colour_in_the_bars_and_the_table_of_the_time(both: str) -> None:
+    section = both.partition('<section id="numbers">')[2].partition("</section>")[0]
+    bars = re.findall(r'<p class="bar">(.*?)</p>', section)
+    assert len(bars) == 2
+    for bar in bars:
+        assert sum(float(width) for width in re.findall(r"width: ([\d.e-]+)%", bar)) == pytest.approx(100)
+        ((colour, _),) = {(colour, task) for colour, task in re.findall(r'(--c\d)\)" title="(train)"', bar)}
+        assert f'background: var({colour})"></span>train</td>' in section

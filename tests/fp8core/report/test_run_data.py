@@ -1,12 +1,10 @@
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fp8core.config.run import KeepConfig
 from fp8core.metrics.reward import REWARD
 from fp8core.report.run_data import OUTSIDE_TASKS, labels, read_run, time_spent
-from fp8core.rl.alignment_metrics import TMPE
 from fp8core.store.gc import plan_removal, remove
 from fp8core.store.metrics import HELDOUT, series
 
@@ -42,18 +40,6 @@ def test_the_time_of_a_run_is_that_of_its_start_of_its_steps_and_a_rest(whole_ru
     assert 0 < spent[OUTSIDE_TASKS] < whole <= sum(spent.values()) + 1e-3
 
 
-def test_tokens_are_those_that_the_metrics_were_made_of(mixed_run) -> None:
-    run = read_run(mixed_run.folder, "mixed")
-    assert run.tokens is not None
-    assert run.tokens.steps == (1, 2, 3, 4)
-    _, counts = series(run.history, "alignment/tokens")
-    assert len(run.tokens.difference) == sum(counts)
-    _, errors = series(run.history, TMPE.name)
-    expected = sum(error * count for error, count in zip(errors, counts, strict=True)) / sum(counts)
-    assert np.exp(np.abs(run.tokens.difference)).mean() == pytest.approx(expected, rel=1e-12)
-    assert expected > 1
-
-
 def test_a_run_that_goes_on_is_read_up_to_its_last_step(run_copy) -> None:
     run_copy.cut_after(3, "rollout")
     for later in ("manifests/0000[34]*", "checkpoints/0000[34]"):
@@ -72,8 +58,7 @@ def test_what_gc_removed_is_named_and_the_rest_is_there(run_copy) -> None:
     remove(run_copy.folder, removal)
     run = read_run(run_copy.folder, "thin")
     assert len(series(run.history, REWARD.name)[0]) == 4
-    assert run.tokens is not None
-    assert run.tokens.steps == (4,)
+    assert {example.step for example in run.examples} == {4}
     (removed,) = run.missing
     assert removed.startswith("gc removed files of steps 1-3 on ")
 
@@ -85,10 +70,9 @@ def test_damage_is_named_and_the_rest_is_there(run_copy) -> None:
     (run_copy.folder / manifest.uri).unlink()
     run = read_run(run_copy.folder, "damaged")
     assert [row["step"] for row in run.history if REWARD.name in row] == [1, 3, 4]
-    assert run.tokens is not None
-    assert run.tokens.steps == (1, 2, 3)
+    assert {example.step for example in run.examples} == {1}
     text = "\n".join(run.missing)
-    for place in ("metrics of step 2: the file is missing", "tokens of step 4:", manifest.uri):
+    for place in ("metrics of step 2: the file is missing", "completions of step 4:", manifest.uri):
         assert place in text
     assert "libraries" in dict(run.provenance.lines(run.view))
 
