@@ -182,7 +182,7 @@ class CorrectionConfig(Section):
         "token_tis", description="token_tis multiplies the clipped loss by min(exp(old - rollout), cap), detached."
     )
     cap: float = Field(2.0, ge=1, le=1000, description="Of token_tis.")
-    preset: str | None = Field(None, description="Of preset: a name of fp8core/rl/presets.py, such as verl/geo_rs.")
+    preset: str | None = Field(None, description="Of preset: a name of fp8core/rl/presets.yaml, such as verl/geo_rs.")
     weighting: WeightingConfig = Field(default_factory=WeightingConfig, description="Of custom.")
     filters: list[FilterConfig] = Field(default_factory=list, description="Of custom: rejection filters.")
     veto: float | None = Field(None, gt=0, le=1, description="Of custom: a token below this ratio rejects its row.")

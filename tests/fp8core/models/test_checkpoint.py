@@ -131,12 +131,11 @@ def test_a_tokenizer_beyond_the_vocabulary_is_refused(broken):
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RESOLVE = """
 import json, sys
-from pathlib import Path
 from fp8core.errors import UserError
 from fp8core.models.hub import resolve_model
 for model, revision in json.loads(sys.argv[1]):
     try:
-        found = resolve_model(model, revision, Path(sys.argv[2]))
+        found = resolve_model(model, revision)
         print(found.folder, found.revision)
     except UserError as error:
         print("UserError:", error)
@@ -150,10 +149,10 @@ def resolve(request: pytest.FixtureRequest, tmp_path: Path):
     settings = {"HF_HUB_OFFLINE": "1"} if request.param == "offline mode" else unreachable
 
     def run(*models: tuple[str, str | None]) -> list[str]:
-        command = [sys.executable, "-c", RESOLVE, json.dumps(models), str(tmp_path)]
-        return subprocess.run(
-            command, env={**os.environ, **settings}, capture_output=True, text=True, check=True, timeout=60
-        ).stdout.splitlines()
+        command = [sys.executable, "-c", RESOLVE, json.dumps(models)]
+        environment = {**os.environ, **settings, "HF_HUB_CACHE": str(tmp_path)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.splitlines()
 
     return run
 
