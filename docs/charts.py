@@ -58,12 +58,8 @@ def main() -> None:
 
 
 def rewritten(page: str, table: str) -> str:
-    """The page with another table of claims."""
     before, rest = page.split("<!-- begin: claims -->")
     return f"{before}<!-- begin: claims -->\n\n{table}\n\n<!-- end: claims -->{rest.split('<!-- end: claims -->')[1]}"
-
-
-# What is claimed
 
 
 def claims() -> str:
@@ -144,9 +140,6 @@ def _training_ratios() -> dict[str, float]:
     }
     names = {"recomputed": True, "kept": False}
     return {name: seconds["bf16", again] / seconds["fp8_block_kv", again] for name, again in names.items()}
-
-
-# Charts
 
 
 def rollout_chart() -> None:
@@ -270,9 +263,6 @@ def _finish(axes: Axes, name: str) -> None:
     axes.grid(axis="y" if name in ("rollout-speed.svg", "learning.svg") else "x", color="#dddddd")
     axes.figure.savefig(IMAGES / name, metadata={"Date": None}, facecolor="white")
     plt.close("all")
-
-
-# Stored rows
 
 
 def stored(name: str) -> list[Row]:

@@ -75,7 +75,6 @@ def main() -> None:
 
 
 def pages() -> dict[Path, str]:
-    """The pages, and their text."""
     metrics = {name: metric_lines(group) for name, group in GROUPS.items()}
     return {
         REFERENCE / "config.md": _CONFIG
@@ -248,7 +247,6 @@ def fields(model: type[BaseModel]) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """A type in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_name(arguments[0])

@@ -68,8 +68,6 @@ VERBS = re.compile(r"\b(?:asks|knows|says|tells|wants|believes|forgets|remembers
 
 
 class Finding(NamedTuple):
-    """A place that breaks a rule."""
-
     path: Path
     line: int
     rule: str

@@ -63,7 +63,6 @@ SETTLE_MS = 3000
 
 
 def main() -> None:
-    """Take the pictures of one service."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=IMAGES, metavar="FOLDER", help="where the pictures go")
     services = parser.add_subparsers(dest="service", required=True)
@@ -205,7 +204,6 @@ def _ask(password: str, url: str, query: dict[str, Any] | None = None) -> Any:
 
 
 def wait_for(url: str) -> None:
-    """Return when something answers."""
     end = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:

@@ -74,7 +74,12 @@ def evaluate(
         refuse(asked)
         with opened(asked) as checkpoint:
             result = measured(asked, checkpoint)
-            _tell(result, file)
+            if file is not None:
+                file.write(f"{result.model_dump_json(indent=2)}\n".encode())
+            text = evaluation_text(result)
+            say(text)
+            get_run_logger().info(text)
+            show_markdown(f"```\n{text}\n```\n", artifact_key(result.name, "evaluation"), text.partition("\n")[0])
             say(log_evaluation(checkpoint.home, checkpoint.config, result))
     except (UserError, RedoError, *FAILURES) as error:
         return failed(str(error))
@@ -132,12 +137,3 @@ def _parts(name: Precision, config: RunConfig, solvable: Sequence[Problem]) -> P
     torch.set_num_threads(config.threads)
     with long_part(f"parts of FP8, {name}") as part:
         return measure_parts(config, solvable, part)
-
-
-def _tell(result: EvaluationResult, output: Output | None) -> None:
-    if output is not None:
-        output.write(f"{result.model_dump_json(indent=2)}\n".encode())
-    text = evaluation_text(result)
-    say(text)
-    get_run_logger().info(text)
-    show_markdown(f"```\n{text}\n```\n", artifact_key(result.name, "evaluation"), text.partition("\n")[0])

@@ -52,7 +52,10 @@ def evaluate_target(options: argparse.Namespace) -> int:
     if not (Path(options.target) / "config.json").is_file():
         folder = find_run(options.target)
         if options.config is None:  # Else what is named is named from here.
-            _enter_origin(folder, options)
+            options.target = str(folder)
+            if options.data is not None and Path(options.data).exists():
+                options.data = str(Path(options.data).absolute())
+            enter_origin(folder)
         admit_code(folder, options.overrides, here, trust=options.trust)
     if options.config is not None:
         search_last(here)
@@ -65,23 +68,11 @@ def evaluate_target(options: argparse.Namespace) -> int:
     prepare_prefect("flows.evaluate")
     # An exception, so that Prefect's server hears of it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped("terminated", ExitCode.TERMINATED)))
-    output = None if options.json is None else str(options.json.target)
-    return _run({**parameters, "output": output})
-
-
-def _enter_origin(folder: Path, options: argparse.Namespace) -> None:
-    """Go where the run was begun; target and data are named from there afterwards."""
-    options.target = str(folder)
-    if options.data is not None and Path(options.data).exists():
-        options.data = str(Path(options.data).absolute())
-    enter_origin(folder)
-
-
-def _run(parameters: dict[str, Any]) -> int:
-    """Prefect reads its environment when it is imported, hence not before `prepare_prefect`."""
+    # Prefect reads its environment when it is imported, hence not before `prepare_prefect`.
     from flows.evaluate import evaluate
 
-    state: Any = evaluate(**parameters, return_state=True)
+    output = None if options.json is None else str(options.json.target)
+    state: Any = evaluate(**parameters, output=output, return_state=True)
     if state.is_completed():
         return ExitCode.DONE
     explain(state)

@@ -41,15 +41,11 @@ def run_parity(options: argparse.Namespace) -> int:
     prepare_prefect("flows.parity")
     # An exception, so that the training is closed and Prefect's server stops with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped("terminated", ExitCode.TERMINATED)))
-    return _run(given)
-
-
-def _run(parameters: dict[str, Any]) -> int:
-    """Prefect reads its environment when it is imported, hence not before `prepare_prefect`."""
+    # Prefect reads its environment when it is imported, hence not before `prepare_prefect`.
     from flows.parity import parity
     from fp8core.parity import NOT_ENOUGH
 
-    state: Any = parity(**parameters, return_state=True)
+    state: Any = parity(**given, return_state=True)
     if state.is_completed() or state.name == NOT_ENOUGH:
         say(f"fp8-grpo: {state.message}")
         return ExitCode.DONE if state.is_completed() else ExitCode.UNDECIDED

@@ -110,7 +110,13 @@ class Crossing:
 def stop_bounds(config: RunConfig) -> StopBounds:
     contract, reason = contract_of(config)
     given = config.alignment.stop
-    defaults = _default_limits(config, contract)
+    # A loss mask has no rounding, and a gradient against the rewards is wrong in every format.
+    limits = {"mask_differing": 0.0}
+    ratio = _ratio_limits(config, contract)
+    # Each advantage has the sign of reward - mean reward of the group, so no part of a batch has a negative slope.
+    if config.loss.policy in SHIPPED_LOSSES and not config.loss.distillation.weight:
+        limits["reward_slope"] = 0.0
+    defaults = limits | (_EQUAL if contract in EQUAL else _NEAR) | ratio
     chosen = {name: getattr(given, name) for name in BOUNDED}
     chosen = {name: defaults.get(name, "none") if value is None else value for name, value in chosen.items()}
     sources = {
@@ -168,16 +174,6 @@ def _differing(config: RunConfig) -> list[str]:
     training = config.precision.training
     pairs = {name: (getattr(rollout, name), getattr(training, name)) for name in ("linear", "kv_cache", "head")}
     return [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if a != b]
-
-
-def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
-    # A loss mask has no rounding, and a gradient against the rewards is wrong in every format.
-    limits = {"mask_differing": 0.0}
-    ratio = _ratio_limits(config, contract)
-    # Each advantage has the sign of reward - mean reward of the group, so no part of a batch has a negative slope.
-    if config.loss.policy in SHIPPED_LOSSES and not config.loss.distillation.weight:
-        limits["reward_slope"] = 0.0
-    return limits | (_EQUAL if contract in EQUAL else _NEAR) | ratio
 
 
 def _ratio_limits(config: RunConfig, contract: Contract) -> dict[str, float]:

@@ -88,19 +88,12 @@ def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def _numeric(dump: Mapping[str, Any], measure: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `measure` decide whether ranks do."""
     values = {key: value for key, value in dump.items() if key not in NON_NUMERIC_KEYS}
-    if (precision := values.get("precision", {})).get("attention") is None:
-        # Runs of earlier versions have no such setting, and keep their digest.
-        values["precision"] = {key: value for key, value in precision.items() if key != "attention"}
-    if _ranks_count(measure):
-        values["cluster"] = {"ranks": dump.get("cluster", {}).get("ranks")}
+    training = measure["training"]
+    repeats = training["device"] == "cuda" and measure["replay"]["level"] != "tolerant"
+    # Sums over GPUs depend on the number of ranks, and Megatron's digest of weights on what each of them holds.
+    if repeats or training["trainer"] == "megatron":
+        values["cluster"] = {"ranks": dump["cluster"]["ranks"]}
     return values
-
-
-def _ranks_count(dump: Mapping[str, Any]) -> bool:
-    """Sums over GPUs depend on the number of ranks, and Megatron's digest of weights on what each of them holds."""
-    repeats: bool = dump["training"]["device"] == "cuda" and dump["replay"]["level"] != "tolerant"
-    megatron: bool = dump["training"]["trainer"] == "megatron"
-    return repeats or megatron
 
 
 def merged_overrides(overrides: Overrides, flat: Mapping[str, Any]) -> Overrides:
@@ -131,9 +124,6 @@ def _validated(tree: Layer) -> RunConfig:
     # Stored with the run: a run that gets more steps keeps its schedule.
     ending = schedule.model_copy(update={"over_steps": config.steps})
     return config.model_copy(update={"training": training.model_copy(update={"learning_rate_schedule": ending})})
-
-
-# --- files ---
 
 
 def _tree(name_or_path: str, overrides: Overrides) -> Layer:
@@ -187,9 +177,6 @@ def _file_layer(path: Path) -> Layer:
     if not isinstance(values, dict):
         raise UserError(f"{shown}: must hold a mapping of keys")
     return Layer(values, places)
-
-
-# --- overrides ---
 
 
 def _override_layers(overrides: Overrides) -> list[Layer]:

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fp8core.config.run import ArchitectureConfig
+from fp8core.config.section import suggestion
 from fp8core.durable import make_folder, sync_path, why_not_written
-from fp8core.errors import UserError, nearest
+from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.families import FAMILIES, parameter_shapes
 from fp8core.models.families.config_json import architecture_from_hf, architecture_to_hf, one_or_list
@@ -182,9 +183,7 @@ def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Arc
 
 def _check_family(config: ArchitectureConfig) -> None:
     if (family := FAMILIES.get(config.family)) is None:
-        close = nearest(config.family, FAMILIES)
-        hint = f"known here: {', '.join(FAMILIES)}" if close is None else f"did you mean {close}?"
-        raise UserError(f"architecture.family={config.family}: no such family; {hint}")
+        raise UserError(f"architecture.family={config.family}: no such family; {suggestion(config.family, FAMILIES)}")
     if bool(config.num_experts) != (family.experts is not None):
         others = [name for name, each in FAMILIES.items() if (each.experts is None) != (family.experts is None)]
         raise UserError(

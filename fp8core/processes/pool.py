@@ -168,9 +168,6 @@ class ProcessPool:
         return about
 
 
-# ---- in the host ----
-
-
 def serve(channel: int, function: str) -> None:
     """Load a service by `module:function`, whose arguments are the pool's settings, and fork until the pool ends."""
     os.set_inheritable(channel, False)
@@ -179,7 +176,11 @@ def serve(channel: int, function: str) -> None:
         limits, settings = control.recv()
         try:
             service: Service = getattr(import_module(module), name)(**settings)
-            _check_threads()
+            # A fork copies one thread; locks that others hold would stay locked for ever.
+            if (count := psutil.Process().num_threads()) > 1:
+                raise UserError(
+                    f"loading it starts {count - 1} threads, which its processes would lack; start them when called"
+                )
         except UserError as error:
             control.send((None, str(error)))
             return
@@ -187,14 +188,6 @@ def serve(channel: int, function: str) -> None:
         gc.freeze()  # What is never collected is never written to, and stays shared with every process.
         control.send((service.description, None))
         _fork_until_closed(control, service, limits)
-
-
-def _check_threads() -> None:
-    """A fork copies one thread; locks that others hold would stay locked for ever."""
-    if (count := psutil.Process().num_threads()) > 1:
-        raise UserError(
-            f"loading it starts {count - 1} threads, which its processes would lack; start them when called"
-        )
 
 
 def _fork_until_closed(control: Connection, service: Service, limits: Limits) -> None:

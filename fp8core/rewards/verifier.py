@@ -136,11 +136,16 @@ class VerifierPool(Verifier):
     def begin(self, answers: Sequence[Answer]) -> None:
         self._begun(answers)
 
-    def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
-        return self._wait_for(answers)
+    def verify(self, answers: Sequence[Request]) -> list[Verdict]:
+        begun = self._begun(answers)
+        verdicts = [verdict.result() for verdict in begun]
+        with self._lock:
+            for answer in answers:
+                self._verdicts.pop(answer, None)
+        return verdicts
 
     def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        verdicts = self._wait_for(references)
+        verdicts = self.verify(references)
         return [None if verdict.outcome == "right" else f"{self._setting}: {verdict.detail}" for verdict in verdicts]
 
     def describe(self) -> dict[str, JsonValue]:
@@ -149,14 +154,6 @@ class VerifierPool(Verifier):
     def close(self) -> None:
         self._pool.close()
         self._threads.shutdown(cancel_futures=True)
-
-    def _wait_for(self, requests: Sequence[Request]) -> list[Verdict]:
-        begun = self._begun(requests)
-        verdicts = [verdict.result() for verdict in begun]
-        with self._lock:
-            for request in requests:
-                self._verdicts.pop(request, None)
-        return verdicts
 
     def _begun(self, requests: Sequence[Request]) -> list[Future[Verdict]]:
         with self._lock:

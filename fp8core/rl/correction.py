@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8core.config.training import CorrectionConfig, FilterConfig, WeightingConfig
+from fp8core.config.training import CorrectionConfig, FilterConfig
 from fp8core.metric import Metric
 from fp8core.rl.alignment_metrics import clamp_exponent, k1, k2, k3
 
@@ -60,14 +60,6 @@ _LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sequence": _row_sum,
 }
 """The logarithm of a token's raw weight, [B, T] or one a row [B, 1]."""
-
-
-def raw_weights(weighting: WeightingConfig, d: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, clamp_exponent(_LEVELS[weighting.level](d, mask)).exp(), 0.0)
-
-
-def within_bounds(weighting: WeightingConfig, raw: Tensor, mask: Tensor) -> Tensor:
-    return mask & (raw >= weighting.low) & (raw <= weighting.high)
 
 
 _STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -126,8 +118,8 @@ def correct(rule: CorrectionConfig, training: Tensor, rollout: Tensor, mask: Ten
     accepted_mask = mask & ~vetoed_rows[:, None]
     for test in rule.filters:
         accepted_mask = accepted_mask & passes(test, d, mask)
-    weights = raw = raw_weights(rule.weighting, d, mask)
-    inside = within_bounds(rule.weighting, raw, mask)
+    weights = raw = torch.where(mask, clamp_exponent(_LEVELS[rule.weighting.level](d, mask)).exp(), 0.0)
+    inside = mask & (raw >= rule.weighting.low) & (raw <= rule.weighting.high)
     match rule.weighting.action:
         case "truncate":
             weights = raw.clamp(max=rule.weighting.high)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fp8core.config.shipped import ENGINES
 from fp8core.errors import UserError
@@ -20,7 +20,7 @@ Arithmetic = Literal["exact", "kernels", "own"]
 Continuation = Literal["equal", "anew", "none"]
 
 
-def no_refusals(*_: object) -> Iterable[str]:
+def nothing(*_: object) -> "Iterable[Any]":
     return ()
 
 
@@ -39,10 +39,6 @@ def host_memory(config: "RunConfig", arch: "Architecture", gpu: "Device | None")
     from fp8core.resources.memory import EngineMemory, engine_weights
 
     return EngineMemory((engine_weights(config, arch),))
-
-
-def no_products(config: "RunConfig", arch: "Architecture") -> "Iterable[Product]":
-    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +61,8 @@ class EngineEntry:
     name: str
     build: Callable[["RunConfig", "Architecture"], "RolloutEngine"]
     packages: tuple[str, ...] = ()
-    check: Callable[["RunConfig", "Node"], Iterable[str]] = no_refusals
-    check_model: Callable[["RunConfig", "Architecture"], Iterable[str]] = no_refusals
+    check: Callable[["RunConfig", "Node"], Iterable[str]] = nothing
+    check_model: Callable[["RunConfig", "Architecture"], Iterable[str]] = nothing
     requirements: Callable[[], str] = lambda: "on this CPU"
     environment: Callable[["RunConfig", "Node"], "Environment"] = no_environment
     memory: Callable[["RunConfig", "Architecture", "Device | None"], "EngineMemory"] = host_memory
@@ -74,7 +70,7 @@ class EngineEntry:
     tensor_parallel: Callable[["RunConfig"], int] = lambda config: 1
     longest: Callable[["RunConfig"], int | None] = lambda config: None
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
-    products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
+    products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = nothing
     continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
     sleeps: Callable[["RunConfig"], bool] = lambda config: False
     own_process: bool = False

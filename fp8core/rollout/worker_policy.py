@@ -121,7 +121,9 @@ class WorkerPolicy(ABC):
     def begin(self, shares: Shares | None) -> None:
         """Hold no version and no scales until another policy is written; `shares` are new, or None as they were."""
         self._version = None
-        self._forget_scales()
+        # NaN until they are set. Without an FP8 cache vLLM's own 1.0 stays: some kernels multiply by it.
+        if self._has_scales():
+            self._write_scales([[torch.nan] * 3 for _ in self._read_scales()])
         if shares is not None:
             own = shares[self._rank()]
             share = {name: (Slot(*slot), Cut(*cut[0]) if cut else None) for name, (slot, *cut) in own.items()}
@@ -178,11 +180,6 @@ class WorkerPolicy(ABC):
 
     def _gather(self, part: Tensor, axis: int) -> Tensor:
         return part
-
-    def _forget_scales(self) -> None:
-        """NaN until they are set. Without an FP8 cache vLLM's own 1.0 stays: some kernels multiply by it."""
-        if self._has_scales():
-            self._write_scales([[torch.nan] * 3 for _ in self._read_scales()])
 
     def _named(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters())

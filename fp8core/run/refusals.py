@@ -99,8 +99,13 @@ def _check_ahead(config: RunConfig) -> None:
             f"{place}: training.deterministic=false: a resumed run makes older policies again, bit for bit; set it to "
             "true"
         )
-    if (reason := unverifiable(config)) is not None:
-        _check_staleness(config, reason)
+    reason = unverifiable(config)
+    if reason is not None and uncorrected_lag(config) is not None and not config.precision.accept_mismatch:
+        raise UserError(
+            f"correction.method={config.correction.method}: with pipeline.mode={config.pipeline.mode} the run is "
+            f"unverifiable ({reason}), and nothing weighs its tokens; set it to token_tis, or "
+            "precision.accept_mismatch to true"
+        )
     others = {
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
@@ -109,15 +114,6 @@ def _check_ahead(config: RunConfig) -> None:
     }
     for setting in (setting for setting, is_set in others.items() if is_set):
         raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
-
-
-def _check_staleness(config: RunConfig, reason: str) -> None:
-    if uncorrected_lag(config) is not None and not config.precision.accept_mismatch:
-        raise UserError(
-            f"correction.method={config.correction.method}: with pipeline.mode={config.pipeline.mode} the run is "
-            f"unverifiable ({reason}), and nothing weighs its tokens; set it to token_tis, or "
-            "precision.accept_mismatch to true"
-        )
 
 
 def uncorrected_lag(config: RunConfig) -> str | None:

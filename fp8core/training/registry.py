@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from fp8core.rollout.registry import Arithmetic, engine_entry, no_environment, no_products, no_refusals
+from fp8core.rollout.registry import Arithmetic, engine_entry, no_environment, nothing
 from fp8core.user_code import import_attribute
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ class TrainerEntry:
     device: Callable[["TrainingConfig"], str]
     requirements: Callable[[], str]
     build_sft: Callable[["RunConfig", "Architecture", "Mapping[str, Tensor]"], "SftTrainer"] | None = None
-    check: Callable[["RunConfig", "Node"], Iterable[str]] = no_refusals
-    check_model: Callable[["RunConfig", "Architecture"], Iterable[str]] = no_refusals
+    check: Callable[["RunConfig", "Node"], Iterable[str]] = nothing
+    check_model: Callable[["RunConfig", "Architecture"], Iterable[str]] = nothing
     environment: Callable[["RunConfig"], "Environment"] = no_environment
     grid: Callable[["RunConfig"], "Parallel | None"] = lambda _: None
     needs_gpu: Callable[["RunConfig"], bool] = lambda _: False
     memory: Callable[["TrainingConfig"], "TrainerMemory | None"] = lambda _: None
-    products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
+    products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = nothing
     packs: Callable[["RunConfig", "Architecture"], range] = lambda *_: range(0)
     packages: tuple[str, ...] = ()
 

@@ -71,7 +71,14 @@ class SglangEngine(ResidentEngine):
         )
         arguments = engine_arguments(arch, contract, options, self._folder.name, longest, max_batch, worker)
         self._closed = False
-        pipe, self._process = _start_host(arguments)
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        # SGLang starts processes of its own, which a daemon may not.
+        process = context.Process(target=serve, args=(theirs, arguments), name="sglang", daemon=False)
+        process.start()
+        # The pipe ends with its last holder.
+        theirs.close()
+        pipe, self._process = ours, process
         self._host = HostPipe(pipe)
         # Before `multiprocessing` waits for its children, as it does when Python ends.
         atexit.register(self.close)
@@ -190,17 +197,6 @@ class HostPipe:
             while (seconds := deadline - time.monotonic()) > 0 and wait([self._pipe], seconds):
                 if not os.read(self._pipe.fileno(), _DROPPED_BYTES):
                     break
-
-
-def _start_host(arguments: dict[str, Any]) -> tuple[Connection, Any]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    # SGLang starts processes of its own, which a daemon may not.
-    process = context.Process(target=serve, args=(theirs, arguments), name="sglang", daemon=False)
-    process.start()
-    # The pipe ends with its last holder.
-    theirs.close()
-    return ours, process
 
 
 def _send_all(pipe: Connection, messages: SimpleQueue[memoryview]) -> None:

@@ -152,18 +152,15 @@ class MegatronTrainer(PolicyTrainer):
         self._policy.model.train(True)
         for pack in self._own_packs(batch.sequences):
             loss(pack, *self._policy.head(pack, self._policy.hidden(pack), temperature)).backward()
-        totals = self._merged_over_processes(totals)
-        if not math.isfinite(totals["loss"]):
-            raise self._not_finite(f"the loss is {totals['loss']}")
-        return totals
-
-    def _merged_over_processes(self, own: Mapping[str, float]) -> dict[str, float]:
-        values = torch.tensor([own.get(name, 0.0) for name in _STATISTICS], dtype=torch.float64)
+        values = torch.tensor([totals.get(name, 0.0) for name in _STATISTICS], dtype=torch.float64)
         # A copy: the sum below is of the values as they are.
         largest = values.to(self._policy.device, copy=True)
         all_reduce(largest, op=ReduceOp.MAX)
         sums = dict(zip(_STATISTICS, self._summed(values).tolist(), strict=True))
-        return sums | {n: v for n, v in zip(_STATISTICS, largest.tolist(), strict=True) if n in MAXIMA}
+        totals = sums | {n: v for n, v in zip(_STATISTICS, largest.tolist(), strict=True) if n in MAXIMA}
+        if not math.isfinite(totals["loss"]):
+            raise self._not_finite(f"the loss is {totals['loss']}")
+        return totals
 
     def _own_packs(self, batch: TokenBatch) -> list[CountedPack]:
         """This process's packs, on its device. All processes have equally many, so some do not count."""
