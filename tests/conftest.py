@@ -214,6 +214,13 @@ def bpe_tokenizer() -> Tokenizer:
     return Tokenizer(fast, frozenset(), "test tokenizer")
 
 
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the environment of digits, which a test may edit."""
+    source = Path(__file__).parent / "parts" / "digits_environment.py"
+    return Path(shutil.copy(source, tmp_path_factory.mktemp("environment") / "digits.py"))
+
+
 @pytest.fixture(scope="session")
 def small_checkpoint(tmp_path_factory: pytest.TempPathFactory, bpe_tokenizer: Tokenizer) -> Path:
     """A folder with a Qwen3-shaped checkpoint: random BF16 weights, a real tokenizer and a chat template."""

@@ -97,8 +97,6 @@ class Instant:
 
 
 class WatchedLedger(Ledger):
-    """A ledger whose appends are watched."""
-
     watch: Watch
 
     def append(self, *entries: Entry) -> None:
@@ -142,8 +140,6 @@ class WatchedEngine:
 
 @dataclass
 class WatchedRun(RunContext):
-    """A live run whose engine is watched."""
-
     watch: Watch = field(default_factory=Watch)
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -224,7 +220,6 @@ class Training:
         os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> Life:
-        """Wait for the life to end."""
         _, status = os.waitpid(self.pid, 0)
         life = Life(os.waitstatus_to_exitcode(status), self.notes())
         assert not life.said("traceback"), "".join(life.said("traceback"))
@@ -233,7 +228,6 @@ class Training:
         return life
 
     def notes(self) -> list[dict[str, Any]]:
-        """Notes of the present life."""
         lines = self._notes.read_text().splitlines() if self._notes.exists() else []
         return [json.loads(line) for line in lines]
 
@@ -250,7 +244,6 @@ class Training:
 
     @property
     def ledger(self) -> LedgerView:
-        """The committed entries."""
         return LedgerView.read(self.folder / LEDGER)
 
     def lines(self) -> list[dict[str, Any]]:

@@ -25,8 +25,6 @@ from fp8core.store.ledger import LedgerView
 
 @dataclass(frozen=True)
 class Finished:
-    """A run of the flow, and its results."""
-
     name: str
     state: State[Any]
     runs: Path
@@ -124,8 +122,6 @@ def launch(prefect_server: None, runs: Path, small: dict[str, Any]) -> Launch:
 
 
 class Up:
-    """A running `fp8-grpo up`."""
-
     def __init__(self, command: list[str], ports: list[int], environment: Mapping[str, str], folder: Path) -> None:
         """Start `command` at two ports, with `folder` for --runs, and wait until it is ready."""
         self.prefect, self.mlflow = (f"http://127.0.0.1:{port}" for port in ports)
@@ -151,7 +147,6 @@ class Up:
         return dict(zip(names, subprocess.check_output(["sh", "-c", script], text=True).split(), strict=True))
 
     def client(self) -> SyncPrefectClient:
-        """A client as it is in another terminal."""
         api, login = self.variables.values()
         return SyncPrefectClient(api, auth_string=login)
 

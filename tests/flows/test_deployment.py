@@ -104,7 +104,6 @@ class Deployed:
         return found
 
     def ended_as(self) -> str:
-        """The type of its final state in Prefect."""
         wait_for(lambda: self.flow_run().state.is_final(), "the end")
         return str(self.flow_run().state_type.value)
 

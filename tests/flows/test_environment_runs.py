@@ -1,7 +1,6 @@
 """Runs whose policy speaks with an environment: exact, resumable in mid-episode, replayed from recorded answers."""
 
 import signal
-from pathlib import Path
 
 import pyarrow.compute as pc
 import pytest
@@ -9,20 +8,11 @@ from episode_life import exit_code_of_life
 
 from flows.cli import main
 
-DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()
-
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    path = tmp_path_factory.mktemp("environment") / "digits.py"
-    path.write_text(DIGITS)
-    return path
-
-
-@pytest.fixture(scope="module")
-def settings(place):
+def settings(digits):
     return {
-        "environment": {"name": f"{place}:Digits", "max_turns": 12, "turn_tokens": 3},
+        "environment": {"name": f"{digits}:Digits", "max_turns": 12, "turn_tokens": 3},
         "rollout.max_new_tokens": 28,
         "rollout.group_size": 4,
         "rollout.prompts_per_step": 2,
@@ -64,10 +54,11 @@ def replayed(capsys, *arguments):
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_a_replay_takes_recorded_answers(talked, place, capsys):
+def test_a_replay_takes_recorded_answers(talked, digits, capsys):
     assert replayed(capsys, talked.folder, "--from", 0)[0] == 0
-    place.write_text(DIGITS.replace("% 3", "% 2"))
+    text = digits.read_text()
+    digits.write_text(text.replace("% 3", "% 2"))
     try:
         assert replayed(capsys, talked.folder, "--step", 2)[0] == 0
     finally:
-        place.write_text(DIGITS)
+        digits.write_text(text)

@@ -16,7 +16,7 @@ from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import rollout_formats, training_formats
-from fp8core.numerics.kv_scales import scales_from_statistics
+from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
@@ -150,7 +150,6 @@ def _rollout_batch(trainer: ExactTrainer, scales: PolicyScales, rows: int = 6, s
 
 @pytest.fixture(scope="session")
 def architecture() -> Callable[..., Architecture]:
-    """A small architecture, with changes by name."""
     return _architecture
 
 
@@ -186,7 +185,6 @@ def ragged_prompts() -> Callable[..., list[list[int]]]:
 
 @pytest.fixture(scope="session")
 def groups_of() -> Callable[[Sequence[Sequence[int]], int], list[PromptGroup]]:
-    """Prompts and a group size to requests."""
     return _groups
 
 
@@ -217,3 +215,15 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     for how in ("rename", "replace"):
         monkeypatch.setattr(Path, how, named(getattr(Path, how)))
     return events
+
+
+@pytest.fixture(scope="session")
+def batch_of() -> Callable[[PrecisionContract, Architecture], tuple[RolloutBatch, Sequence[LayerScales]]]:
+    """(contract, architecture) to a batch of 12 rows, and the scales of its policy."""
+
+    def batch(contract: PrecisionContract, arch: Architecture) -> tuple[RolloutBatch, Sequence[LayerScales]]:
+        trainer = _trainer(contract, arch)
+        scales = _first_scales(trainer, contract)
+        return _rollout_batch(trainer, scales, rows=12), scales.layers
+
+    return batch

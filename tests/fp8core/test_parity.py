@@ -34,7 +34,6 @@ LEARNS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, *[0.95] * 10)
 
 
 def training(variant, seed, **changed):
-    """A training without fault."""
     mismatched = variant == "fp8-rollout"
     made = TrainingMeasurement(
         variant=variant,

@@ -4,43 +4,46 @@ One engine serves all tests; its cache is far smaller than what the prompts of a
 steps share batches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from aligned_policy import (
+    ARCH,
+    CONTRACT,
+    LONGEST,
+    PROBE,
+    completions,
+    packed_trainer,
+    request,
+    scored,
+    sharp_weights,
+    shipped_tensors,
+    update,
+)
 from torch import Tensor
 
 from fp8core.config.capability import this_platform
 from fp8core.config.engines import VllmConfig
-from fp8core.config.loss import LossConfig
-from fp8core.config.precision import PrecisionContract
-from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.checkpoint import initial_weights
-from fp8core.models.weights import rollout_formats, stored_weights, training_formats
 from fp8core.numerics.attention import HEAD_DIMS
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.fused import static_codes
-from fp8core.numerics.kv_scales import LayerScales
 from fp8core.processes.variables import set_variables
-from fp8core.rl.batch import TokenBatch
-from fp8core.rl.objective import Objective
-from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
+from fp8core.rollout.engine import Completion
 from fp8core.rollout.vllm.entry import contract_refusals, find_build, model_refusals
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
-from fp8core.run.policy import check_report
-from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
+from fp8core.training.packed.trainer import PackedTrainer
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("gpu"),
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
 ]
-CONTRACT = PrecisionContract(rounding_points="kernels")
-LONGEST, LARGEST_BATCH, WRITTEN = 5120, 256, 48
+LARGEST_BATCH = 256
 OPTIONS = VllmConfig(
     model="aligned",
     captured_tokens=2048,
@@ -49,60 +52,16 @@ OPTIONS = VllmConfig(
     kv_cache_gib=2.0,
     gpu_memory_utilization=0.4,
 )
-ARCH = Architecture(
-    family="qwen3",
-    vocab_size=2048,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=6,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_positions=8192,
-    rope_scaling=None,
-    tie_embeddings=False,
-)
 # Heads of 64, and parts of fused linears that end inside a tile.
 PARTIAL = replace(
     ARCH,
     **{"family": "llama", "hidden_size": 576, "intermediate_size": 1500},
     **{"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
 )
-SCALES = PolicyScales(3, tuple(LayerScales(2.0 ** -(4 + i % 2), 0.03125, 0.0625) for i in range(ARCH.num_layers)))
-# Not a multiple of a cache block; with what is written it ends in the second partition of the keys.
-PROMPT = 4070
-
-
-def group(number: int, length: int, seed: int) -> PromptGroup:
-    """One request."""
-    tokens = torch.randint(0, ARCH.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return PromptGroup(number, f"{number}", tuple(tokens), (0,), (1000 + seed,))
-
-
-PROBE = group(0, PROMPT, seed=0)
-
-
-def collect(engine: Any, groups: Sequence[PromptGroup], temperature: float, tokens: int = WRITTEN) -> list[Completion]:
-    """All completions, by group."""
-    sampling = Sampling(temperature, tokens, frozenset())
-    found = [done for finished in engine.generate(groups, sampling) for done in finished]
-    return sorted(found, key=lambda done: done.group)
 
 
 def read(done: Completion) -> tuple[list[int], list[float]]:
     return done.tokens, done.logprobs
-
-
-def scored(
-    trainer: PackedTrainer, groups: Sequence[PromptGroup], found: Sequence[Completion], temperature: float
-) -> Tensor:
-    """The trainer's log-probs of all tokens, one completion after the other; at temperature 0 those of 1."""
-    tokens = [done.tokens for done in found]
-    batch = TokenBatch.of([list(group.prompt) for group in groups], tokens)
-    rows = trainer.logprobs(batch, temperature or 1.0, SCALES.layers).logprobs
-    return torch.cat([row[: len(written)] for row, written in zip(rows, tokens, strict=True)])
 
 
 @pytest.fixture(scope="module", params=[(ARCH, 1), (PARTIAL, 1), (ARCH, 2)], ids=["whole", "partial", "two GPUs"])
@@ -121,25 +80,18 @@ def arch(case: tuple[Architecture, int]) -> Architecture:
 
 @pytest.fixture(scope="module")
 def masters(arch: Architecture) -> dict[str, Tensor]:
-    """Weights sharp enough to have favourites."""
-    return {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(arch, seed=0).items()}
+    return sharp_weights(arch)
 
 
 @pytest.fixture(scope="module")
 def trainer(arch: Architecture, masters: dict[str, Tensor]) -> PackedTrainer:
     """The trainer of the same policy, told the engine's longest request."""
-    formats = PackedFormats(
-        training_formats(CONTRACT, ARCH.num_layers), rollout_formats(CONTRACT, ARCH.num_layers), LONGEST
-    )
-    objective = Objective(LossConfig(), CorrectionConfig())
-    return PackedTrainer(arch, masters, formats, TrainingConfig(), objective, torch.device("cuda"))
+    return packed_trainer(arch, masters)
 
 
 @pytest.fixture(scope="module")
 def tensors(masters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is shipped."""
-    stored = stored_weights(masters, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), CONTRACT.recipe.weights)
-    return {name: tensor.cuda() for name, tensor in stored.items()}
+    return shipped_tensors(masters)
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +105,7 @@ def engine(case: tuple[Architecture, int], tensors: dict[str, Tensor]) -> Iterat
     from fp8core.rollout.vllm.engine import VllmEngine
 
     started = VllmEngine(arch, CONTRACT, options, LARGEST_BATCH, build, "attention_worker.AttentionWorker")
-    report = started.update(tensors, SCALES, SCALES.version)
-    check_report(report, policy_digest(tensors), SCALES, SCALES.version)
+    update(started, tensors)
     yield started
     started.close()
 
@@ -168,11 +119,11 @@ def temperature(request: pytest.FixtureRequest) -> float:
 def alone(engine: Any, temperature: float) -> Completion:
     """The probe with nothing beside it and nothing cached."""
     assert engine.drop_prefixes()
-    return collect(engine, [PROBE], temperature)[0]
+    return completions(engine, [PROBE], temperature)[0]
 
 
 def test_a_prefix_from_the_cache(engine: Any, alone: Completion, temperature: float) -> None:
-    assert read(collect(engine, [PROBE], temperature)[0]) == read(alone)
+    assert read(completions(engine, [PROBE], temperature)[0]) == read(alone)
 
 
 def test_training_scores_the_same_bits(
@@ -180,12 +131,10 @@ def test_training_scores_the_same_bits(
 ) -> None:
     """Of the probe, and of 40 ragged completions that are packed into several passes: no token differs."""
     assert policy_digest(trainer.export()) == policy_digest(tensors)
-    assert torch.equal(scored(trainer, [PROBE], [alone], temperature), torch.tensor(alone.logprobs))
-    groups = [group(i, 1 + 37 * i, seed=i) for i in range(40)]
-    found = collect(engine, groups, temperature)
-    reported = torch.tensor([logprob for done in found for logprob in done.logprobs])
-    differing = scored(trainer, groups, found, temperature) != reported
-    assert not differing.any(), f"{int(differing.sum())} of {len(differing)} tokens differ"
+    assert scored(trainer, [PROBE], [alone], temperature) == [alone.logprobs]
+    groups = [request(i, 1 + 37 * i) for i in range(40)]
+    found = completions(engine, groups, temperature)
+    assert [done.logprobs for done in found] == scored(trainer, groups, found, temperature)
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -218,7 +167,7 @@ def test_other_weights_are_noticed(
         weight = tensors[name]
         other = weight * 1.5 if weight.dim() == 1 else weight.view(torch.uint8).flip(0).view(weight.dtype)
         changed = {**tensors, name: other}
-        engine.update(changed, SCALES, SCALES.version)
-        assert read(collect(engine, [PROBE], temperature)[0]) != read(alone), name
-    engine.update(tensors, SCALES, SCALES.version)
-    assert read(collect(engine, [PROBE], temperature)[0]) == read(alone)
+        update(engine, changed)
+        assert read(completions(engine, [PROBE], temperature)[0]) != read(alone), name
+    update(engine, tensors)
+    assert read(completions(engine, [PROBE], temperature)[0]) == read(alone)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,13 +12,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from aligned_policy import ARCH as SIX_LAYERS
+from aligned_policy import sharp_weights
 from stored_weights import stored
 
 from fp8core.cluster.workers import Cluster, RankedTrainer, ReplicatedEngine
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost
-from fp8core.models.architecture import Architecture
-from fp8core.models.checkpoint import initial_weights
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
 from fp8core.run.build import open_cluster
@@ -31,21 +32,7 @@ pytestmark = [
     pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
 ]
 GIB = 1 << 30
-ARCH = Architecture(
-    family="qwen3",
-    vocab_size=2048,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=4,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_positions=2048,
-    rope_scaling=None,
-    tie_embeddings=False,
-)
+ARCH = replace(SIX_LAYERS, num_layers=4)
 SETTINGS: dict[str, Any] = {
     "rollout.max_batch": 64,
     "rollout.vllm.max_model_len": 1024,
@@ -83,9 +70,8 @@ def free() -> list[int]:
 
 @contextmanager
 def placed(**settings: Any) -> Iterator[tuple[Cluster, ReplicatedEngine, RankedTrainer]]:
-    """Engines and a trainer of random weights."""
     config = load_config("h200-small", SETTINGS | {"cluster": settings})
-    masters = {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(ARCH, seed=0).items()}
+    masters = sharp_weights(ARCH)
     cluster = open_cluster(config)
     assert cluster is not None
     try:

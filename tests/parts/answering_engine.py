@@ -40,7 +40,6 @@ class HostedEngine:
         self.loop.run_until_complete(asyncio.Event().wait())
 
     def shutdown(self) -> None:
-        """End the process."""
         self._scheduler.kill()
         self._scheduler.join()
 

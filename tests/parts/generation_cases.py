@@ -50,13 +50,11 @@ def collect(engine: Any, groups: Sequence[PromptGroup], sampling: Sampling) -> F
 
 
 def share_parted(found: Found, others: Found) -> float:
-    """Share of completions whose tokens differ."""
     assert [(done.group, done.sample) for done in found] == [(done.group, done.sample) for done in others]
     return sum(a.tokens != b.tokens for a, b in zip(found, others, strict=True)) / len(found)
 
 
 def errors(policy: Any, groups: Sequence[PromptGroup], found: Found, temperature: float) -> Tensor:
-    """Distance of every reported log-prob from the trainer's."""
     reported = torch.tensor([logprob for completion in found for logprob in completion.logprobs])
     distances: Tensor = (reported - torch.cat(policy.logprobs(groups, found, temperature))).abs()
     return distances

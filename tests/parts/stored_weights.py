@@ -12,7 +12,6 @@ from fp8core.models.safetensors_files import FileTensors, read_header
 
 
 def stored(path: Path, masters: Mapping[str, Tensor]) -> FileTensors:
-    """The tensors in a file, in their order."""
     save_file({name: tensor.detach().contiguous() for name, tensor in masters.items()}, path)
     places = read_header(path)
     return FileTensors({name: places[name] for name in masters})

@@ -33,7 +33,6 @@ def sglang_build() -> Any:
 
 @pytest.fixture(scope="session")
 def started(sglang_build: Any) -> Iterator[Any]:
-    """An engine whose worker fails on demand."""
     from sglang_cases import start_engine
 
     engine = start_engine(sglang_build, worker="faulty_sglang_worker.answer")
@@ -43,7 +42,6 @@ def started(sglang_build: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def policies() -> Any:
-    """Two policies of one shape."""
     from sglang_cases import two_policies
 
     return two_policies()
@@ -51,6 +49,5 @@ def policies() -> Any:
 
 @pytest.fixture
 def engine(started: Any, policies: Any) -> Any:
-    """The engine, holding policy 0."""
     started.update(policies[0].tensors, policies[0].scales, 0)
     return started

@@ -44,6 +44,5 @@ def start_engine(
 
 
 def two_policies() -> Any:
-    """Two policies of the small shape."""
     arch = Architecture(**SHAPE)
     return shared.build_policy(arch, 0, FP8), shared.build_policy(arch, 1, FP8)

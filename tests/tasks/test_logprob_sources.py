@@ -52,7 +52,6 @@ def source_of(run):
 
 
 def digests(run, index):
-    """Digests of a step's artifacts but its metrics."""
     return {name: ref.digest for name, ref in run.ledger.artifacts(index).items() if name != "metrics"}
 
 

@@ -1,7 +1,6 @@
 """Episodes that are played beside the update, whole or over several policies: durable, and equal when replayed."""
 
 import signal
-from pathlib import Path
 
 import pytest
 from episode_life import exit_code_of_life
@@ -9,20 +8,11 @@ from episode_life import exit_code_of_life
 from fp8core.run.verify import verify
 from fp8core.store.run_view import RunView
 
-DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()
-
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    path = tmp_path_factory.mktemp("environment") / "digits.py"
-    path.write_text(DIGITS)
-    return path
-
-
-@pytest.fixture(scope="module")
-def settings(place):
+def settings(digits):
     return {
-        "environment": {"name": f"{place}:Digits", "max_turns": 12, "turn_tokens": 3},
+        "environment": {"name": f"{digits}:Digits", "max_turns": 12, "turn_tokens": 3},
         **{"rollout.max_new_tokens": 28, "rollout.group_size": 4, "rollout.prompts_per_step": 2, "steps": 3},
         "pipeline.verified_share": 1.0,
     }
@@ -84,10 +74,11 @@ def replayed(run, first, last=3):
     return [verdict.outcome for verdict in run.replayed(range(first, last + 1))]
 
 
-def test_replays_take_the_recorded_answers(ahead, place):
+def test_replays_take_the_recorded_answers(ahead, digits):
     assert replayed(ahead, 0) == ["equal"] * 4
-    place.write_text(DIGITS.replace("% 3", "% 2"))
+    text = digits.read_text()
+    digits.write_text(text.replace("% 3", "% 2"))
     try:
         assert replayed(ahead, 3) == ["equal"]
     finally:
-        place.write_text(DIGITS)
+        digits.write_text(text)

@@ -55,9 +55,6 @@ def weight_of(size: int, seed: int = 9) -> Tensor:
     return (1 + drawn(size, seed=seed).float() / 8).bfloat16().float()
 
 
-# Cases
-
-
 @dataclass(frozen=True)
 class Case:
     """An operation on arguments of the CPU.
@@ -222,9 +219,6 @@ def places(cases: list[Case]) -> list[Any]:
     return found
 
 
-# Comparisons
-
-
 def moved(value: Any, device: torch.device | str) -> Any:
     """Arguments with their tensors on another device."""
     if isinstance(value, Tensor):
@@ -267,9 +261,6 @@ def assert_near(found: Any, expected: Any, relative: float) -> None:
         bound = relative * reference.abs() + 1e-5 * largest if rounded else 1e-4 * (reference.abs() + largest)
         assert ((mine - reference).abs() <= bound).all()
         assert not rounded or (mine != reference).double().mean() < 0.01
-
-
-# Tests
 
 
 @pytest.mark.parametrize(("case", "device"), places(CASES), indirect=["device"])
@@ -445,9 +436,6 @@ def test_every_row_of_every_column_is_added(device: torch.device, shape: tuple[i
     # Integers: sums of any order are equal.
     x = torch.randint(-1000, 1000, shape, generator=torch.Generator().manual_seed(0)).float()
     assert torch.equal(column_sums(x.to(device)).cpu(), x.sum(0))
-
-
-# Histograms
 
 
 def magnitudes(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

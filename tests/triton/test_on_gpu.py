@@ -30,9 +30,6 @@ def assert_same(found: Codes, expected: Codes, name: str = "") -> None:
     assert torch.equal(found[1].cpu(), expected[1].cpu()), name
 
 
-# Quantisers
-
-
 def encoded(quantised: tuple[Tensor, Tensor]) -> Codes:
     return encode(quantised[0]), quantised[1]
 
@@ -65,9 +62,6 @@ def test_scales_lie_as_block_scaled_gemms_read_them(device) -> None:
     assert codes.shape == (512, 256)
     padded = row_codes(x[:9], POW2.activations)[1]
     assert (padded.shape, padded.stride()) == ((9, 4), (1, 12))
-
-
-# Rows and full batches
 
 
 def test_a_row_is_the_same_alone_and_among_others(device) -> None:

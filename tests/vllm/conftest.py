@@ -152,7 +152,6 @@ def build_policy(arch: Architecture, version: int, contract: PrecisionContract =
 
 
 def in_bf16(contract: PrecisionContract) -> PrecisionContract:
-    """The contract with both sides in BF16."""
     parts = {"linear": "bf16", "kv_cache": "bf16"}
     sides = {"rollout": contract.rollout, "training": contract.training}
     return contract.model_copy(update={name: side.model_copy(update=parts) for name, side in sides.items()})
@@ -196,7 +195,6 @@ def vllm_build() -> Any:
 
 @pytest.fixture(scope="session")
 def started(vllm_build: Any) -> Iterator[Any]:
-    """An engine whose worker fails on demand."""
     from fp8core.rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, vllm_build, "faulty_worker.FaultyWorker")
@@ -206,13 +204,11 @@ def started(vllm_build: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def policies() -> tuple[Policy, Policy]:
-    """Two policies of one shape."""
     arch = Architecture(**SHAPE)
     return build_policy(arch, 0), build_policy(arch, 1)
 
 
 @pytest.fixture
 def engine(started: Any, policies: tuple[Policy, Policy]) -> Any:
-    """The engine, holding policy 0."""
     started.update(policies[0].tensors, policies[0].scales, 0)
     return started

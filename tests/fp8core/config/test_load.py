@@ -19,7 +19,6 @@ from fp8core.config.load import (
 )
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import StoredFileError, UserError
-from fp8core.numerics.recipe import POW2
 from fp8core.run.refusals import pipeline_of
 
 KEEP = "{name: keep, uses: 'mine:keep', needs: [rewards], provides: {rewards: kept}}"
@@ -44,9 +43,6 @@ def step_names(config: RunConfig) -> list[str]:
 
 def needs(config: RunConfig, name: str) -> dict[str, str | None]:
     return next(step for step in config.pipeline.steps if step.name == name).inputs()
-
-
-# --- files and bases ---
 
 
 def test_every_shipped_file_is_a_configuration_or_the_base_of_one() -> None:
@@ -83,9 +79,6 @@ def test_a_file_may_name_the_home_folder(tmp_path, monkeypatch):
     path = write(tmp_path / "c.yaml", "base: tiny\nruns: ~/runs\nreward: {verifier: ~/a.py:f}\n")
     config = load_config(str(path))
     assert (config.runs, config.reward.verifier) == (Path("/somebody/runs"), "/somebody/a.py:f")
-
-
-# --- overrides ---
 
 
 @pytest.mark.parametrize(
@@ -134,9 +127,6 @@ def test_every_value_can_be_overridden_with_itself() -> None:
     assert len(values) > 100
     assert load_config("tiny", values) == config
     assert set(origins("tiny", values).values()) == {"overrides"}
-
-
-# --- the pipeline ---
 
 
 def test_steps_are_inserted_rewired_replaced_and_removed(tmp_path: Path) -> None:
@@ -211,9 +201,6 @@ def test_an_optional_port_is_left_open_where_the_configuration_says_so() -> None
     assert "turns" not in rewards_read(reward={"turns": None})
 
 
-# --- mistakes ---
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -278,9 +265,6 @@ def test_an_unknown_configuration_is_told_from_the_shipped_ones(name: str, line:
     assert refused(name).startswith(line)
 
 
-# --- origins, digests and stored runs ---
-
-
 def test_origins_name_file_and_line_override_and_default(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.yaml", "base: tiny\nseed: 3\n")
     found = origins(str(path), ["training.learning_rate=1e-3", "pipeline.steps.rollout.with.x=1"])
@@ -335,17 +319,6 @@ def test_the_number_of_ranks_makes_the_numbers_of_gpus_and_of_megatron(settings,
     one, two = (load_config("tiny", {**settings, "cluster.ranks": ranks}) for ranks in (1, 2))
     assert may_continue(public_dump(one), public_dump(two)) == hindrances
     assert (config_digest(one) != config_digest(two)) is bool(hindrances)
-
-
-def test_a_stored_run_keeps_its_rule_of_scales_and_its_digest() -> None:
-    """It names the rule, powers of two, and no products of attention."""
-    old = public_dump(load_config("tiny", {"precision.scale_rule": "pow2"}))
-    del old["precision"]["attention"]
-    again = reload_config(old)
-    assert again.precision.recipe == POW2
-    assert config_digest(again) == config_digest(load_config("tiny", {"precision.scale_rule": "pow2"}))
-    now = public_dump(load_config("tiny"))
-    assert may_continue(old, now) == ['precision.scale_rule: "pow2" -> "fp32_activations"']
 
 
 @pytest.mark.parametrize("name", shipped_names())

@@ -20,8 +20,6 @@ CARRIED = {"policy": "policy", "scales": "scales"}
 
 
 class RolloutOptions(Section):
-    """Options of the fake rollout."""
-
     depth: int = Field(1, ge=1, le=4)
     label: str = "plain"
 

@@ -64,8 +64,6 @@ def test_skip_that_leaves_nothing_is_refused(tmp_path: Path, bpe_tokenizer: Toke
 
 
 class Counting(InProcess):
-    """The integer verifier, with what it was asked."""
-
     def __init__(self) -> None:
         super().__init__("integer", IntegerVerifier())
         self.asked = list[str]()

@@ -29,9 +29,6 @@ def played(environment: Environment, task: Task = TASK) -> Any:
     return environment
 
 
-# The calculator
-
-
 def test_expressions_have_the_values_that_python_gives_them() -> None:
     draw = random.Random(0)
     for _ in range(300):
@@ -117,9 +114,6 @@ def test_options_are_validated_at_the_start(name: str, options: dict[str, Any], 
     with pytest.raises(UserError) as raised:
         EnvironmentPool(name, options, LIMITS, 1)
     assert str(raised.value).startswith(f"environment.name={name}: {error}")
-
-
-# Python
 
 
 @pytest.fixture(scope="module")

@@ -61,9 +61,6 @@ def layer_of(form, per_token=2, normalise_top_k=True):
     return ExpertWeights(router, experts, per_token, normalise_top_k)
 
 
-# --- the router ---
-
-
 @given(
     st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=6, max_size=6), min_size=1), st.integers(1, 6)
 )
@@ -106,9 +103,6 @@ def test_where_vllm_rounds_logits_experts_are_chosen_and_weighted_by_rounded_one
     gates = gate_weights(rounded, chosen, True)
     gates = gates.bfloat16().float() if gates_in_bf16 else gates
     assert torch.equal(found, mix(x, weights.experts, FORMATS["bf16"], chosen, gates))
-
-
-# --- the experts ---
 
 
 @pytest.mark.parametrize("normalise_top_k", [True, False])
@@ -165,9 +159,6 @@ def test_gradients_reach_the_router_through_the_gates_of_a_replayed_choice():
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
         assert theirs.norm() > 0
-
-
-# --- recording and replay ---
 
 
 def moe(**changes):

@@ -103,9 +103,6 @@ def test_padding_and_neighbours_change_nothing(form, side: str, scales: LayerSca
         assert torch.equal(out[row][:, valid[row]], own)
 
 
-# What it computes
-
-
 @pytest.mark.parametrize("scales", [POW2, FP32])
 def test_fp8_is_the_kernels_arithmetic_one_row_at_a_time(scales: LayerScales) -> None:
     q, k, v = random_qkv(40, seed=4)

@@ -45,9 +45,6 @@ def float32_bits(bits: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-# Codes
-
-
 def test_decode_is_the_format() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     values = decode(codes)
@@ -59,9 +56,6 @@ def test_decode_is_the_format() -> None:
     assert torch.equal(decode(codes.view(2, 128).t())[:127, 0], values[:127])
 
 
-# Rounding
-
-
 @pytest.mark.parametrize("sign", [0, -(2**31)])
 def test_rounds_as_the_saturated_cast_on_every_exponent(sign: int) -> None:
     # 128 leading mantissas, each with the trailing bits that decide ties and their neighbours, and some others.
@@ -71,9 +65,6 @@ def test_rounds_as_the_saturated_cast_on_every_exponent(sign: int) -> None:
     assert x.isnan().any()
     assert x.isinf().any()
     assert torch.equal(to_bytes(x), cast(x))
-
-
-# Scales
 
 
 def smallest_exponent(amax: Fraction) -> int:
@@ -127,9 +118,6 @@ def test_nothing_with_nan_or_infinity_is_quantised(quantise, value: float, recip
         x[position] = value
         with pytest.raises(GroupNotFinite, match="NaN or infinity"):
             quantise(x, getattr(recipe, OPERANDS[quantise]))
-
-
-# Groups and tiles
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

@@ -38,9 +38,6 @@ def passing(x: Tensor, rounding) -> Tensor:
     return x + (rounding(x).double() - x).detach()
 
 
-# RMSNorm
-
-
 @pytest.mark.parametrize(("rounding", "rounded"), [(keep_fp32, Tensor.float), (round_to_bf16, to_bf16)])
 def test_rms_norm_rounds_the_wide_normalised_value_and_the_product(rounding, rounded) -> None:
     x, weight = randn(50, 96, seed=3), to_bf16(1 + 0.1 * randn(96, seed=4))
@@ -60,9 +57,6 @@ def test_rms_norm_gradients(shape: tuple[int, ...], rounding, tolerance: float) 
     assert_close(ours, torch.autograd.grad(normed * wide[1], wide, upstream.double()), tolerance)
 
 
-# SwiGLU
-
-
 @pytest.mark.parametrize(("rounding", "rounded"), [(keep_fp32, Tensor.float), (round_to_bf16, to_bf16)])
 def test_swiglu_rounds_the_wide_activation_and_the_product(rounding, rounded) -> None:
     gate, up = randn(40, 33, seed=10, spread=4.0), randn(40, 33, seed=11)
@@ -79,9 +73,6 @@ def test_swiglu_gradients(rounding) -> None:
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     explicit = passing(torch.nn.functional.silu(wide[0]), rounding) * wide[1]
     assert_close(ours, torch.autograd.grad(explicit, wide, upstream.double()), 1e-5)
-
-
-# Rotary positions
 
 
 def angles(dim: int, length: int) -> Tensor:

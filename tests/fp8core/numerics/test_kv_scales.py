@@ -27,9 +27,6 @@ def random_batch(seed: int, batch: int = 3, length: int = 9) -> tuple[tuple[Tens
     return (q * 2, k, v / 2), valid
 
 
-# Scales
-
-
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_a_scale_must_be_positive_and_finite(name: str, value: float) -> None:
@@ -48,9 +45,6 @@ def test_scales_cover_the_amax_with_its_margin(amax: list[LayerAmax], margin: fl
             assert value * E4M3_MAX < wanted * (2 if rule == "pow2" else 1) * (1 + 2.0**-22)
             assert rule == "fp32" or math.frexp(value)[0] == 0.5
             assert torch.tensor(value).item() == value, "a scale must survive as FP32"
-
-
-# Statistics
 
 
 def test_amax_over_valid_tokens_of_each_layer() -> None:
@@ -101,9 +95,6 @@ def test_saturated_share_counts_what_the_grid_cannot_hold() -> None:
             elements += seen.numel()
     assert saturated > 10
     assert statistics.saturated_share() == saturated / elements
-
-
-# Distance of scales
 
 
 def test_distance_of_scales_is_in_powers_of_two() -> None:

@@ -55,9 +55,6 @@ def quantised(slow_quantise) -> Quantised:
     return dequantise
 
 
-# Weights
-
-
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("sizes", [(128, 256), (100, 60, 300)])
 def test_stacked_weights_equal_separate_ones(sizes: tuple[int, ...], recipe: Recipe) -> None:
@@ -68,9 +65,6 @@ def test_stacked_weights_equal_separate_ones(sizes: tuple[int, ...], recipe: Rec
     assert torch.equal(fprop(x, load_weight(parts), recipe), separate)
     separate = torch.cat([wgrad(part, x, recipe) for part in grad.split(sizes, dim=1)])
     assert torch.equal(wgrad(grad, x, recipe), separate)
-
-
-# The three GEMMs
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

@@ -27,9 +27,6 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tup
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-# The normaliser
-
-
 @given(seed=st.integers(0, 2**31), vocabulary=st.integers(1, 300), spread=st.floats(0, 50), temp=st.floats(0.05, 5))
 @settings(max_examples=50)
 def test_log_softmax_is_that_of_torch(seed: int, vocabulary: int, spread: float, temp: float) -> None:
@@ -58,9 +55,6 @@ def test_extreme_logits_stay_finite() -> None:
     assert logp.isfinite().all()
     assert logp[0, 0].item() == 0.0
     assert logp[1, 0].item() == -math.log(2)
-
-
-# Heads
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -57,9 +57,6 @@ def test_saturated_elements_get_no_gradient(dtype: torch.dtype) -> None:
         assert torch.equal(grad, (4 * upstream * inside).to(dtype))
 
 
-# Fixed point
-
-
 def test_sums_of_fixed_point_numbers_are_exact_in_any_order() -> None:
     bits, count = 40, 2**12
     generator = torch.Generator().manual_seed(5)

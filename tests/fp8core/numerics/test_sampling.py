@@ -35,16 +35,10 @@ def draw(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-# Draws
-
-
 def test_draws_are_the_published_outputs() -> None:
     assert splitmix64(1234567, 5) == PUBLISHED
     for position, output in enumerate(PUBLISHED):
         assert uniform(torch.tensor([1234567]), position).item() == (output >> 11) * 2.0**-53
-
-
-# Choices
 
 
 @given(

@@ -154,7 +154,6 @@ def test_an_environment_that_answers_otherwise_when_it_is_asked_again_has_crashe
 
 @pytest.fixture(scope="module")
 def pool():
-    """The pool of `in_turn`."""
     return ScriptedPool(talkative)
 
 

@@ -40,7 +40,6 @@ CONTRACTS = {
 
 
 def moe(**changes):
-    """Experts in every layer, with changes by name."""
     shape = {"intermediate_size": 48, "normalise_top_k": True, "sparse_step": 1, "dense_layers": ()}
     return Experts(**{**shape, **changes})
 

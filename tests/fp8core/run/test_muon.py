@@ -1,6 +1,5 @@
 """A run that learns by Muon is a run like others: equal on both sides, redone, replayed and verified."""
 
-import shutil
 from collections import Counter
 
 import pytest
@@ -24,18 +23,6 @@ def test_engine_and_trainer_have_one_policy_that_adamw_has_not(by_muon, whole_ru
     before, after = (run.ledger.artifacts(1) for run in (whole_run, by_muon))
     assert before["rollouts"] == after["rollouts"]
     assert before["next_policy"] != after["next_policy"]
-
-
-def test_a_run_that_was_cut_goes_on_with_equal_records(by_muon, tmp_path) -> None:
-    """From the checkpoint of step 2, by way of an update that is redone."""
-    run = by_muon.copy(tmp_path)
-    run.cut_after(4, "rollout")
-    shutil.rmtree(run.folder / "checkpoints" / "00004")
-    run.resume()
-    assert run.records == by_muon.records
-    for name in ("masters.safetensors", "optimiser.safetensors"):
-        first, second = (each.folder / "checkpoints" / "00004" / name for each in (by_muon, run))
-        assert first.read_bytes() == second.read_bytes()
 
 
 def test_a_replay_is_equal_and_the_run_is_verified(by_muon) -> None:

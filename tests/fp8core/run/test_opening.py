@@ -59,7 +59,6 @@ def checked(tmp_path, small_checkpoint):
 
 
 def length_of(config, *messages):
-    """Tokens of messages in the chat template."""
     tokenizer = build_base(config).tokenizer
     told = [{"role": role, "content": content} for role, content in messages]
     return len(tokenizer.encode(tokenizer.render(told)))

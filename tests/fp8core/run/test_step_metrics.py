@@ -34,7 +34,6 @@ def test_a_difference_is_told_of_the_turns_that_wrote_its_tokens():
 
 
 def turn(sample, number, begin=0, end=0, observation_end=0, **told):
-    """A row of kind `turns`."""
     place = {"group": 0, "sample": sample, "turn": number, "begin": begin, "end": end}
     return {**place, "observation_end": observation_end, "calls": "", "malformed": "", "failed": 0, "info": "", **told}
 

@@ -82,7 +82,6 @@ def compared(ours: Path, theirs: Path) -> Comparison:
 
 
 def change_record(run: Path, step: int, **fields: Any) -> None:
-    """Give a committed step another record."""
     file, ledger = run / f"manifests/{step:05d}.json", run / LEDGER
     content = json.loads(file.read_bytes())
     content["record"] |= fields

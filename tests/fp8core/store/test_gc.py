@@ -36,7 +36,6 @@ def outputs_of(store: ArtifactStore, step: int) -> dict[str, Ref]:
 
 @pytest.fixture
 def folder(finished: Path, tmp_path: Path) -> Path:
-    """A run of its own for each test."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
@@ -86,9 +85,6 @@ def gc(folder: Path, keep: KeepConfig | None) -> Removal:
 ALL = {"rollouts", "rewards", "next_policy", "next_scales", "metrics"}
 
 
-# --- the rules ---
-
-
 @pytest.mark.parametrize(
     ("keep", "expected"),
     [
@@ -99,9 +95,6 @@ ALL = {"rollouts", "rewards", "next_policy", "next_scales", "metrics"}
 )
 def test_a_step_that_any_rule_names_is_kept(keep: KeepConfig, expected: set[int]) -> None:
     assert kept_steps(keep, range(21)) == expected
-
-
-# --- what goes ---
 
 
 def test_of_a_step_that_is_not_kept_its_metrics_policy_and_manifest_stay(folder: Path) -> None:

@@ -78,9 +78,6 @@ def forge(run: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> None
     edit_ledger(run, set_in("manifest", value=ref.model_dump()), event="step", step=step)
 
 
-# --- an intact run ---
-
-
 def test_an_intact_run_has_no_errors_and_its_pruned_checkpoint_is_noted(run: Path) -> None:
     view, read, seen = RunView.read(run), list[int](), list[StepManifest]()
     found = list(verify(view, read.append, seen.append))
@@ -89,9 +86,6 @@ def test_an_intact_run_has_no_errors_and_its_pruned_checkpoint_is_noted(run: Pat
     assert [manifest.record.step for manifest in seen] == [0, 1, 2, 3]
     files = {path for path in (run / "artifacts").rglob("*") if path.is_file()}
     assert {run / reference.ref.uri for reference in references(view)} == files
-
-
-# --- artifacts ---
 
 
 def flip_a_bit(path: Path) -> None:
@@ -132,9 +126,6 @@ def test_what_gc_removed_is_a_note(run: Path) -> None:
     assert [finding.problem for finding in findings(run)] == ["the file is missing"], "of a step that it left alone"
 
 
-# --- manifests ---
-
-
 def test_a_ledger_without_its_last_steps_is_named(run: Path) -> None:
     lines = (run / LEDGER).read_text().splitlines(keepends=True)
     (run / LEDGER).write_text("".join(line for line in lines if '"step":3' not in line.replace(" ", "")))
@@ -162,9 +153,6 @@ def test_a_forged_record_is_named_and_breaks_the_chain(run: Path, field: str) ->
     assert any(place == FORGED[field][0] and problem.startswith(FORGED[field][1]) for place, problem in found)
     broken = [place for place, problem in found if "names the predecessor" in problem]
     assert broken[-1] == "manifests/00003.json", "what follows names the record that was"
-
-
-# --- the ledger ---
 
 
 @pytest.mark.parametrize(
@@ -199,17 +187,11 @@ def test_a_missing_line_of_a_middle_step_is_named(run: Path) -> None:
     ]
 
 
-# --- run.json ---
-
-
 def test_an_edited_configuration_is_named_once_for_all_steps(run: Path) -> None:
     edit_json(run / "run.json", set_in("config", "training", "learning_rate", value=0.5))
     (found,) = findings(run)
     assert found.place == "run.json"
     assert "the records of steps 0-3 say" in found.problem
-
-
-# --- checkpoints ---
 
 
 def test_a_damaged_checkpoint_is_named(run: Path) -> None:

@@ -102,9 +102,6 @@ def taken(batch, rows):
     )
 
 
-# --- log-probs and statistics ---
-
-
 def test_logprobs_and_entropy_are_of_one_distribution(trainer_of, architecture, first_scales, contract):
     trainer = trainer_of(contract, architecture())
     scales = first_scales(trainer, contract).layers
@@ -149,9 +146,6 @@ def test_saturation_is_the_share_beyond_the_scales(trainer_of, architecture, rag
     assert trainer.logprobs(batch, 1.0, [tight]).statistics.saturated_share() == pytest.approx(1 / elements)
     tiny = LayerScales(q=1e-9, k=1e-9, v=1e-9)
     assert trainer.logprobs(batch, 1.0, [tiny]).statistics.saturated_share() > 0.99
-
-
-# --- updates ---
 
 
 def test_a_step_moves_every_weight_and_counts(trainer_of, architecture, first_scales, batch_for, any_contract):
@@ -267,9 +261,6 @@ def test_the_gradient_is_clipped_by_its_global_norm(trainer_of, architecture, ba
     trainer.save(tmp_path)
     clipped = load_file(tmp_path / "optimiser.safetensors")
     assert difference({name: 3 * clipped[f"exp_avg/{name}"] for name in free}, free) < 1e-4
-
-
-# --- weights out, and back ---
 
 
 def test_the_export_is_in_the_engines_formats(trainer_of, architecture):

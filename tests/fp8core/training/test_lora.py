@@ -55,18 +55,6 @@ def contract(request):
     return request.param
 
 
-@pytest.fixture
-def batch_of(trainer_of, first_scales, rollout_batch):
-    """(contract, architecture) to a batch and scales."""
-
-    def batch(contract, arch):
-        trainer = trainer_of(contract, arch)
-        scales = first_scales(trainer, contract)
-        return rollout_batch(trainer, scales, rows=12), scales.layers
-
-    return batch
-
-
 def read(path):
     """The tensors of a file, which the next save may overwrite in place."""
     return whole(load_file(path))

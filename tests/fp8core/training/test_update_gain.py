@@ -34,16 +34,6 @@ def make(request, masters_of):
     return lambda contract, arch, **settings: request.param(masters_of(arch), contract, arch, **settings)
 
 
-@pytest.fixture
-def batch_of(trainer_of, first_scales, rollout_batch):
-    def batch(contract, arch):
-        trainer = trainer_of(contract, arch)
-        scales = first_scales(trainer, contract)
-        return rollout_batch(trainer, scales, rows=12), scales.layers
-
-    return batch
-
-
 def shipped(name, weight, contract, layers):
     """The FP64 values of what is shipped of a weight."""
     narrow = weight.bfloat16().float()
