@@ -3,14 +3,14 @@
     python docs/lint_prose.py README.md docs               # every rule
     python docs/lint_prose.py --rules words fp8core flows   # some rules
 
-Vale has such rules, but its package downloads the program from GitHub when it first runs. This script needs nothing.
+Vale has such rules, but its package downloads the program from GitHub when it first runs. This script downloads none.
 
 | rule | a finding is |
 | --- | --- |
 | length | a sentence of more than 25 words |
 | clause | a sentence with a clause as its subject: it starts with who, what, whether, which, how or why |
 | verbs | a human verb where a process is the subject: VERBS below |
-| words | a word or phrase that has a better one: WORDS below |
+| words | a word or phrase that has a better one: words.yaml |
 
 Not prose: code, headings, addresses, text between `<!-- begin: NAME -->` and its end, and tables below docs/results,
 which scripts print from stored rows. An inline code span counts as one word.
@@ -26,43 +26,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 LONGEST = 25
 
-# A phrase that the reader should not meet, and what to write in its place.
-WORDS = {
-    r"\bleave \S+ away\b": "omit",
-    r"\blaid over\b": "overlaid",
-    r"lays? [\w ]+ over one another": "overlay",
-    r"as fast as can be": "at full speed",
-    r"\bcompany\b": "the same requests",
-    r"\bgoodbye\b": "exit message",
-    r"\blifeline\b": "end with the parent",
-    r"\bparcel\b": "shared weights",
-    r"\blent\b": "shared",
-    r"\bnaps?\b(?!\.)": "sleep",
-    r"\btombstones?\b(?!\.)": "deletion log",
-    r"\bbury\b|\bburied\b": "record in the deletion log",
-    r"\bmends?\b|\bmended\b|\bmade whole\b": "recompute",
-    r"\bimitates?\b|\bimitation\b": "supervised warm start",
-    r"\bbrought? to life\b": "build",
-    r"\bheap\b": "garbage collector",
-    r"\blet (?:a|the) [\w ]+ rest\b": "pause",
-    r"\bin the place of\b": "instead of",
-    r"\bin our own\b": "in the",
-    r"\butili[sz]e": "use",
-    r"\bin order to\b": "to",
-    r"\bsimply\b|\bjust\b|\bobviously\b|\bof course\b": "(nothing)",
-    r"\bfor the sake of\b": "for",
-    r"\bwherefore\b|\bwhereupon\b|\bthereof\b|\bherein\b": "a plain clause",
-    r"\bby luck\b": "by chance",
-    r"\bwhere the [\w ]+ (?:do|does)(?=[.,;:]|$)": "the name of the place",
-    r"\b(?:do|does|did) not tell\b": "does not expose",
-    r"\bis another(?: one)?(?! \w)|\bare others\b": "differs",
-    r"\bcuts off\b": "truncates",
-    r"\bcomes? to lie\b": "is allocated",
-    r"\bgives? back\b|\bgiven back\b": "releases",
-    r"\bthe dead (?:is|are)\b|\bfor the dead\b": "stuck ranks",
-}
+WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text("utf-8"))
 CLAUSE = re.compile(r"^(?:who|what|whoever|whatever|whether|which|how|why)\b", re.IGNORECASE)
 VERBS = re.compile(r"\b(?:asks|knows|says|tells|wants|believes|forgets|remembers)\b", re.IGNORECASE)
 
