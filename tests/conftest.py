@@ -416,22 +416,6 @@ def loop_run(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     return make
 
 
-@pytest.fixture
-def train_here() -> Callable[[list[str]], LoopRun]:
-    """Train in this process, without Prefect and MLflow, what a command line of `fp8-grpo run` names."""
-    # Not above: few tests need it.
-    from flows.cli import training
-    from flows.cli.commands import build_parser
-
-    def call(words: list[str]) -> LoopRun:
-        options = build_parser().parse_args(words)
-        assert options.command is training.run
-        config = load_config(options.config, options.overrides)
-        return _trained(config, str(config.run))
-
-    return call
-
-
 @pytest.fixture(scope="session")
 def whole_run(loop_run: Callable[..., LoopRun]) -> LoopRun:
     """A run of 4 steps that nothing happened to; for reading only."""

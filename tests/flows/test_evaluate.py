@@ -3,7 +3,6 @@
 import re
 import time
 from collections import Counter
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -15,8 +14,6 @@ from flows.cli import main
 from flows.evaluate import evaluate
 from flows.tracking.store import default_tracking_uri
 from fp8core.evaluation.measure import EvaluationResult, pass_at_k
-
-DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,8 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
-from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, sample_seed
 from fp8core.rollout.shared_weights import share_weights, specs_of
 from fp8core.run.policy import SyncError, check_formats, check_report
 
@@ -203,34 +201,6 @@ def check_small_model(
         error, bounds = errors(policy, groups, found, 0.7), policy.bounds(groups, found, 0.7)
         assert error.mean() < bounds.mean
         assert error.max() < 2 * bounds.largest, "logits of 8 bits"
-
-
-def sent_and_held_scales(
-    engine: Any, policies: tuple[Any, Any], contract: PrecisionContract
-) -> dict[str, tuple[list[LayerScales], object]]:
-    """One step: rollouts of policy 0, its log-prob pass, policy 1 with the scales of that pass or of a fresh one.
-
-    Returns:
-        By source, the scales that were sent and those that the engine describes.
-    """
-    before, after = policies
-    groups = build_groups(4, 2)
-    found = collect(engine, groups, Sampling(1.0, 8, frozenset()))
-    prompts = {group.group: list(group.prompt) for group in groups}
-    rollouts = TokenBatch.of([prompts[done.group] for done in found], [done.tokens for done in found])
-    sources = {
-        "logprob_pass": before.trainer.logprobs(rollouts, 1.0, before.scales.layers).statistics,
-        "fresh_pass": after.trainer.statistics(rollouts),
-    }
-    shipped, held = after.tensors, {}
-    for source, statistics in sources.items():
-        layers = scales_from_statistics(statistics.amax(), 2.0, contract.recipe.cache)
-        scales = PolicyScales(after.version, tuple(layers))
-        report = engine.update(shipped, scales, after.version)
-        check_report(report, policy_digest(shipped), scales, after.version)
-        held[source] = list(layers), engine.describe()["scales"]
-        assert len(collect(engine, groups, Sampling(1.0, 4, frozenset()))) == 8
-    return held
 
 
 def check_a_fault_shows(engine: Any, policy: Any, fault: str) -> None:

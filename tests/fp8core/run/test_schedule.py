@@ -6,7 +6,6 @@ from fp8core.errors import UserError
 from fp8core.store.run_directory import read_description
 
 SCHEDULE = {"training.warmup_steps": 1, "training.learning_rate_schedule.kind": "linear"}
-SETTING = "training.learning_rate_schedule: kind=linear over"
 
 
 def rates(run):
