@@ -34,7 +34,7 @@ from benchmarks.harness import MODELS, Row, gpu_here, table, write_rows
 from benchmarks.large_ledger import QWEN3_8B, committed, make_model, train
 from benchmarks.small_hopper import Training, plan, step_ledger_row, timed_steps
 from fp8core.models.architecture import Architecture
-from fp8core.models.hub import PUBLISHED
+from fp8core.models.hub import HUB_ARCHITECTURES
 from fp8core.report.run_data import RunData, read_run
 from fp8core.rl.alignment_metrics import COMPARED_TOKENS, TMPE, TOKENS_DIFFERING
 from fp8core.store.artifacts import ArtifactStore
@@ -45,7 +45,7 @@ PREDICTION = Path(__file__).with_name(f"{RESULT}_prediction.json")
 VARIANTS = {"fp8": "fp8_end_to_end_kv", "bf16": "bf16"}
 """By precision: FP8 is aligned, the same bits on both sides; BF16 runs vLLM's own model."""
 SHAPES = {
-    "llama-3.1-8b": ("llama-aligned", PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]),
+    "llama-3.1-8b": ("llama-aligned", HUB_ARCHITECTURES["meta-llama/Llama-3.1-8B-Instruct"]),
     "qwen3-8b": ("qwen3-aligned", QWEN3_8B),
 }
 """Configuration and shape of each model."""

@@ -36,7 +36,7 @@ from benchmarks.tables import loop_tables
 from fp8core.models.architecture import Architecture
 from fp8core.models.families import parameter_shapes
 from fp8core.models.families.config_json import architecture_to_hf
-from fp8core.models.hub import PUBLISHED
+from fp8core.models.hub import HUB_ARCHITECTURES
 from fp8core.models.safetensors_files import INDEX
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import layer_of
@@ -51,7 +51,7 @@ VARIANTS = ("bf16", "fp8_end_to_end_kv")
 SOURCES = ("pass", "training", "rollout")
 RESULT = "large_ledger"
 PREDICTION = Path(__file__).with_name(f"{RESULT}_prediction.json")
-QWEN3_8B = PUBLISHED["Qwen/Qwen3-8B-Base"]
+QWEN3_8B = HUB_ARCHITECTURES["Qwen/Qwen3-8B-Base"]
 _SHOWN = 12_000
 
 _COMMON = {

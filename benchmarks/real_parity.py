@@ -46,7 +46,7 @@ from benchmarks.harness import ROOT, Row, ended, provenance, start, write_rows
 from benchmarks.real_accuracy import FP8, REDRAWN, VARIANTS, TrainedCurve, accuracy_tables, draw_gaps, gap_rows
 from benchmarks.real_checkpoint import TASKS, rounded_folder
 from benchmarks.small_hopper import alignment_row
-from flows.parity_plan import committed
+from flows.parity_plan import last_committed_step
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.errors import last_words
@@ -95,7 +95,7 @@ class Training:
     @property
     def steps(self) -> int:
         """The last step that is committed; -1 where none is."""
-        last = committed(self.folder)
+        last = last_committed_step(self.folder)
         return -1 if last is None else last
 
     @property

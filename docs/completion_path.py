@@ -50,7 +50,7 @@ SMALL = {
     "evaluation.precision_gap": 0,
 }
 VERIFIER = """import zlib
-def score(prompt, completion, reference, finish):
+def score(prompt, completion, answer, finish):
     return zlib.crc32(completion.encode()) / 2**32
 """
 _DEPTH = 6

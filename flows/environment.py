@@ -68,8 +68,8 @@ def search_last(folder: Path) -> None:
 def reach_this_machine() -> None:
     """Ask no proxy for the servers of this machine, which `fp8-grpo up` and trainings start."""
     # Libraries prefer the first, so both are one list.
-    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
-    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, [listed, "127.0.0.1,localhost"]))
+    no_proxy = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, [no_proxy, "127.0.0.1,localhost"]))
 
 
 def make_prefect_home() -> None:
@@ -87,8 +87,8 @@ def prefect_login() -> tuple[str, str]:
         return own, '"$PREFECT_SERVER_API_AUTH_STRING"'
     path = _prefect_home() / "fp8-grpo-auth"
     if not path.exists():
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as made:
-            made.write(f"{_new_login()}\n")
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(f"{_new_login()}\n")
     return path.read_text("utf-8").strip(), f'"$(cat {shlex.quote(str(path.absolute()))})"'
 
 
@@ -235,7 +235,7 @@ def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict
     PREFECT_SERVER_DATABASE_CONNECTION_URL and MLFLOW_BACKEND_STORE_URI, the servers' own variables, are passed on.
     """
     pages = (f"http://{host}:{prefect_port}" for host in ("127.0.0.1", "localhost"))
-    searched = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    search_path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **SERVER_SETTINGS,
         # A worker looks for runs more often than once in 15 seconds.
@@ -254,7 +254,7 @@ def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict
         **_guarded_server(login, origins=",".join(pages)),
         "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
         # A worker's training finds the flows, and steps of the user's own, by the names of their modules.
-        "PYTHONPATH": os.pathsep.join(searched),
+        "PYTHONPATH": os.pathsep.join(search_path),
         # Workers start trainings with `python -m`, which would search the folder they are in before all else.
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",

@@ -12,15 +12,24 @@ from prefect import flow, get_run_logger
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
-from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, parted, problems, questions, refuse, variants
+from flows.evaluation import (
+    EvaluatedPolicy,
+    EvaluationRequest,
+    open_policy,
+    precisions_by_part,
+    problems,
+    questions,
+    refuse,
+    variants,
+)
 from flows.launch import long_part, say
-from flows.orchestration import FlowOverrides, failed, prepare_logs
+from flows.orchestration import FlowOverrides, failed_state, prepare_logs
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
 from flows.training_pages import artifact_key, show_markdown
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, problems_digest
-from fp8core.data.references import counted
+from fp8core.data.references import left_out_text
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import EvaluationResult, PartCosts, Precision, paired_differences
 from fp8core.report.text import evaluation_text
@@ -68,12 +77,12 @@ def evaluate(
     bound_mlflow_requests()
     quiet_store_logs()
     prepare_logs()
-    asked = EvaluationRequest(target, step, config, data, prompts, samples, k, precisions, seed, overrides, parts)
+    request = EvaluationRequest(target, step, config, data, prompts, samples, k, precisions, seed, overrides, parts)
     try:
         file = None if output is None else Output("output", output)
-        refuse(asked)
-        with opened(asked) as checkpoint:
-            result = measured(asked, checkpoint)
+        refuse(request)
+        with open_policy(request) as checkpoint:
+            result = measure_precisions(request, checkpoint)
             if file is not None:
                 file.write(f"{result.model_dump_json(indent=2)}\n".encode())
             text = evaluation_text(result)
@@ -82,55 +91,55 @@ def evaluate(
             show_markdown(f"```\n{text}\n```\n", artifact_key(result.name, "evaluation"), text.partition("\n")[0])
             say(log_evaluation(checkpoint.home, checkpoint.config, result))
     except (UserError, RedoError, *FAILURES) as error:
-        return failed(str(error))
+        return failed_state(str(error))
     return result.model_dump(mode="json")
 
 
-def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy) -> EvaluationResult:
+def measure_precisions(request: EvaluationRequest, checkpoint: EvaluatedPolicy) -> EvaluationResult:
     """Measure in each precision, and compare each with the first."""
     config = checkpoint.config
-    configs = variants(asked, config)
+    configs = variants(request, config)
     with closing(build_verifier(config.reward)) as verifier:
         with long_part("checking the data"):
-            solvable, left_out = problems(asked, config, verifier)
+            solvable, left_out = problems(request, config, verifier)
         if left_out:
-            say(f"{counted(left_out, len(solvable) + len(left_out))} and left out")
-        questioned = questions(asked, config, solvable)
-        answered = {name: _answer(name, one, questioned, verifier.main) for name, one in configs.items()}
-        described = verifier.describe()
-    parts = {name: _parts(name, one, solvable) for name, one in parted(asked, config).items()}
-    base, *others = answered
+            say(f"{left_out_text(left_out, len(solvable) + len(left_out))} and left out")
+        question_set = questions(request, config, solvable)
+        answers = {name: _answer(name, one, question_set, verifier.main) for name, one in configs.items()}
+        verifier_description = verifier.describe()
+    parts = {name: _parts(name, one, solvable) for name, one in precisions_by_part(request, config).items()}
+    base, *others = answers
     return EvaluationResult(
-        target=asked.target,
+        target=request.target,
         step=checkpoint.step,
         weights_digest=checkpoint.weights_digest,
         config=config.name,
         data=config.data.source,
-        data_digest=problems_digest(questioned.problems),
-        prompts=len(questioned.problems),
-        samples=questioned.samples,
-        temperature=questioned.temperature,
+        data_digest=problems_digest(question_set.problems),
+        prompts=len(question_set.problems),
+        samples=question_set.samples,
+        temperature=question_set.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
-        seed=questioned.seed,
-        verifier=described,
-        precisions={name: one.measurement for name, one in answered.items()},
-        engines={name: one.engine for name, one in answered.items()},
+        seed=question_set.seed,
+        verifier=verifier_description,
+        precisions={name: one.measurement for name, one in answers.items()},
+        engines={name: one.engine for name, one in answers.items()},
         differences={
-            name: paired_differences(answered[base].measurement, answered[name].measurement, questioned.seed)
+            name: paired_differences(answers[base].measurement, answers[name].measurement, question_set.seed)
             for name in others
         },
-        answer_logprobs={name: one.answer_logprob for name, one in answered.items() if one.answer_logprob is not None},
+        answer_logprobs={name: one.answer_logprob for name, one in answers.items() if one.answer_logprob is not None},
         parts=parts,
     )
 
 
-def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier: Verifier) -> PrecisionAnswers:
+def _answer(name: Precision, config: RunConfig, question_set: Questions, verifier: Verifier) -> PrecisionAnswers:
     torch.set_num_threads(config.threads)
     with long_part(f"completions, {name}") as part:
-        done = answer(config, questioned, verifier, part)
-    if done.remark is not None:
-        say(f"{name}: {done.remark}")
-    return done
+        answers = answer(config, question_set, verifier, part)
+    if answers.remark is not None:
+        say(f"{name}: {answers.remark}")
+    return answers
 
 
 def _parts(name: Precision, config: RunConfig, solvable: Sequence[Problem]) -> PartCosts:

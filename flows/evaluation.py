@@ -13,7 +13,7 @@ from flows.run_lookup import description_of, find_run, reload_own
 from fp8core.config.load import Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, without_adapters
 from fp8core.data.prompt import Problem, check_prompt
-from fp8core.data.references import Readable, counted, readable
+from fp8core.data.references import Readable, left_out_text, readable
 from fp8core.data.source import build_source
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Precision, all_problems, contract_in, has_fp8
@@ -61,104 +61,104 @@ class EvaluatedPolicy:
     weights_digest: str | None
 
 
-def refuse(asked: EvaluationRequest) -> None:
+def refuse(request: EvaluationRequest) -> None:
     """Check the parameters before anything is loaded.
 
     Raises UserError: there is no such target, step or configuration, or parameters contradict each other.
     """
-    if _is_checkpoint(asked.target):
-        if asked.step is not None:
-            raise UserError(f"{asked.target}: is a checkpoint, which has no steps; omit step={asked.step}")
+    if _is_checkpoint(request.target):
+        if request.step is not None:
+            raise UserError(f"{request.target}: is a checkpoint, which has no steps; omit step={request.step}")
     else:
-        run = RunSnapshot.read(find_run(asked.target))
-        run.check_step(_step(run, asked.step))
-    config = _config(asked, Path(asked.target))
-    _counted(asked)
-    parted(asked, config)
+        run = RunSnapshot.read(find_run(request.target))
+        run.check_step(_step(run, request.step))
+    config = _config(request, Path(request.target))
+    _sample_counts(request)
+    precisions_by_part(request, config)
 
 
-def check_readable(asked: EvaluationRequest) -> None:
+def check_readable(request: EvaluationRequest) -> None:
     """Read what is asked and who answers, but for weights: each problem has room, and a reference that can be read.
 
     Raises UserError: an engine, the model, the verifier, the environment or a problem cannot be used.
     """
-    config = _config(asked, Path(asked.target))
-    model = _model(asked)
-    for one in _in_precisions(asked, config).values():
+    config = _config(request, Path(request.target))
+    model = _model(request)
+    for one in _in_precisions(request, config).values():
         check_engine(one, members_node(one))
         check_shape(one, model.arch)
     check_stop_strings(config, model.tokenizer)
     with closing(build_verifier(config.reward)) as verifier:
-        solvable = problems(asked, config, verifier).problems
+        solvable = problems(request, config, verifier).problems
     positions = longest_row(config, model.arch)
     for problem in solvable:
         check_prompt(problem, config, model.tokenizer, positions)
     if config.environment is not None:
         with closing(build_environment(config.environment)) as pool:
-            check_opening(solvable, config, model.tokenizer, positions, pool, asked.seed)
+            check_opening(solvable, config, model.tokenizer, positions, pool, request.seed)
 
 
-def _model(asked: EvaluationRequest) -> BaseModel:
+def _model(request: EvaluationRequest) -> BaseModel:
     """The policy without its weights: that in its folder, else the model that the run starts from."""
-    if _is_checkpoint(asked.target):
-        checkpoint = find_checkpoint(Path(asked.target))
+    if _is_checkpoint(request.target):
+        checkpoint = find_checkpoint(Path(request.target))
     else:
-        run = RunSnapshot.read(find_run(asked.target))
+        run = RunSnapshot.read(find_run(request.target))
         try:
-            checkpoint = find_checkpoint(run.folder / checkpoint_place(_step(run, asked.step)) / POLICY)
+            checkpoint = find_checkpoint(run.folder / checkpoint_place(_step(run, request.step)) / POLICY)
         except UserError:  # Absent or damaged: the step will be restored from the model that the run starts from.
             return find_base(reload_own(run.description, {}))
     return BaseModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, revision=None)
 
 
 @contextmanager
-def opened(asked: EvaluationRequest) -> Iterator[EvaluatedPolicy]:
+def open_policy(request: EvaluationRequest) -> Iterator[EvaluatedPolicy]:
     """The checkpoint while the block lasts: a step without one is restored for that time.
 
     Raises UserError, RedoError: as `stored_policy`.
     """
-    if _is_checkpoint(asked.target):
-        folder = Path(asked.target).absolute()
+    if _is_checkpoint(request.target):
+        folder = Path(request.target).absolute()
         digest = read_origin(folder).weights_digest if (folder / ORIGIN).is_file() else None
-        yield EvaluatedPolicy(_config(asked, folder), folder, None, digest)
+        yield EvaluatedPolicy(_config(request, folder), folder, None, digest)
         return
-    run = RunSnapshot.read(find_run(asked.target))
-    step = _step(run, asked.step)
+    run = RunSnapshot.read(find_run(request.target))
+    step = _step(run, request.step)
     torch.set_num_threads(1)
     with stored_policy(run, step, Console(sys.stderr, step)) as policy:
-        yield EvaluatedPolicy(_config(asked, policy.folder.absolute()), run.folder, step, policy.weights_digest)
+        yield EvaluatedPolicy(_config(request, policy.folder.absolute()), run.folder, step, policy.weights_digest)
 
 
-def questions(asked: EvaluationRequest, config: RunConfig, found: Sequence[Problem]) -> Questions:
+def questions(request: EvaluationRequest, config: RunConfig, rows: Sequence[Problem]) -> Questions:
     """The problems, and how they are put. Raises UserError as `refuse`."""
     return Questions(
-        problems=list(found),
-        samples=asked.samples,
-        temperature=0.0 if asked.samples == 1 else config.rollout.temperature,
-        seed=asked.seed,
-        k=_counted(asked),
-        text_count=len(found) if asked.parts else 0,
+        problems=list(rows),
+        samples=request.samples,
+        temperature=0.0 if request.samples == 1 else config.rollout.temperature,
+        seed=request.seed,
+        k=_sample_counts(request),
+        text_count=len(rows) if request.parts else 0,
     )
 
 
-def problems(asked: EvaluationRequest, config: RunConfig, verifier: Verifier) -> Readable:
+def problems(request: EvaluationRequest, config: RunConfig, verifier: Verifier) -> Readable:
     """All rows of `data`, or the held-out prompts of the configuration. Raises UserError: they cannot be read."""
-    if asked.data is None:
+    if request.data is None:
         rows = build_source(config.data, config.evaluation).heldout(config.evaluation.prompts)
     else:
-        rows = all_problems(config, asked.prompts)
+        rows = all_problems(config, request.prompts)
     split_rows = readable(rows, config, verifier)
     if not split_rows.problems:
-        raise UserError(f"{config.data.source}: {counted(split_rows.left_out, len(rows))}; none is left")
+        raise UserError(f"{config.data.source}: {left_out_text(split_rows.left_out, len(rows))}; none is left")
     return split_rows
 
 
-def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
+def variants(request: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
     """The configuration in each precision, with the environment that all of their engines need.
 
     Raises UserError: an engine is not available, or they need to be started differently.
     """
-    by_precision = _in_precisions(asked, config)
+    by_precision = _in_precisions(request, config)
     environments = {}
     for name, one in by_precision.items():
         node = members_node(one)
@@ -172,59 +172,60 @@ def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, Run
     return by_precision
 
 
-def parted(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
+def precisions_by_part(request: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
     """The configuration in each precision that `parts` is about: those with FP8; none where nobody asked.
 
     Raises UserError: no precision has FP8, or an environment would begin the texts.
     """
-    if not asked.parts:
+    if not request.parts:
         return {}
     if config.environment is not None:
         raise UserError("parts: KL is measured on prompts of the data, and environment.name begins its own; omit parts")
-    by_precision = {name: one for name, one in _in_precisions(asked, config).items() if has_fp8(one.precision)}
+    by_precision = {name: one for name, one in _in_precisions(request, config).items() if has_fp8(one.precision)}
     if not by_precision:
-        raise UserError(f"parts: {', '.join(asked.precisions)} has no FP8; add --precision fp8")
+        raise UserError(f"parts: {', '.join(request.precisions)} has no FP8; add --precision fp8")
     return by_precision
 
 
-def _in_precisions(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
+def _in_precisions(request: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
     return {
-        name: config.model_copy(update={"precision": contract_in(name, config.precision)}) for name in asked.precisions
+        name: config.model_copy(update={"precision": contract_in(name, config.precision)})
+        for name in request.precisions
     }
 
 
-def _config(asked: EvaluationRequest, weights: Path) -> RunConfig:
+def _config(request: EvaluationRequest, weights: Path) -> RunConfig:
     own: Mapping[str, Any] = {
         "model": str(weights),
         "revision": None,
         "architecture": None,
         "warm_start": None,
-        **_given(asked),
+        **_data_overrides(request),
     }
-    settings = merged_overrides(asked.overrides or {}, own)
-    if asked.config is not None:
-        return without_adapters(load_config(asked.config, settings))
-    if _is_checkpoint(asked.target):
+    settings = merged_overrides(request.overrides or {}, own)
+    if request.config is not None:
+        return without_adapters(load_config(request.config, settings))
+    if _is_checkpoint(request.target):
         raise UserError(
-            f"{asked.target}: is a checkpoint; name the configuration to evaluate it with by --config: a shipped one "
+            f"{request.target}: is a checkpoint; name the configuration to evaluate it with by --config: a shipped one "
             "or a file"
         )
-    return without_adapters(reload_own(description_of(find_run(asked.target)), settings))
+    return without_adapters(reload_own(description_of(find_run(request.target)), settings))
 
 
-def _given(asked: EvaluationRequest) -> dict[str, Any]:
+def _data_overrides(request: EvaluationRequest) -> dict[str, Any]:
     settings = {
-        "data.source": asked.data,
-        "evaluation.prompts": asked.prompts if asked.data is None else None,
+        "data.source": request.data,
+        "evaluation.prompts": request.prompts if request.data is None else None,
     }
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def _counted(asked: EvaluationRequest) -> list[int]:
-    k = sorted({1, asked.samples} if asked.k is None else set(asked.k))
-    if k[-1] > asked.samples:
+def _sample_counts(request: EvaluationRequest) -> list[int]:
+    k = sorted({1, request.samples} if request.k is None else set(request.k))
+    if k[-1] > request.samples:
         raise UserError(
-            f"k={k[-1]} needs as many samples of a prompt, but samples={asked.samples}; give --samples {k[-1]}"
+            f"k={k[-1]} needs as many samples of a prompt, but samples={request.samples}; give --samples {k[-1]}"
         )
     return k
 

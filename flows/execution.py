@@ -52,7 +52,7 @@ class FlowExecution(Execution):
 
     def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
         if name not in self._calls:
-            self._calls[name] = _as_task(_timed, name)
+            self._calls[name] = _as_task(_run_timed, name)
         with self._pages.place():
             # Quoted: Prefect need not look for futures in it.
             state = self._calls[name](index, quote(body), wait_for=self._last or None, return_state=True)
@@ -77,7 +77,7 @@ class FlowExecution(Execution):
             after = [states[producer] for producer in sorted(self._producers[planned.name])]
             options = {"index": index, "wait_for": after or None}
             if (stored := stored_result(run, index, planned, step_key(run, index, planned, ports))) is not None:
-                return _as_task(_cached, planned.name), {"stored": quote(stored), **options}
+                return _as_task(_cached_state, planned.name), {"stored": quote(stored), **options}
             arguments = {"run": quote(run), "planned": quote(planned), "inputs": quote(ports)}
             return self._steps[planned.name], arguments | options
 
@@ -120,7 +120,7 @@ class FlowExecution(Execution):
             run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
 
     def before_step(self, run: RunContext, index: int) -> None:
-        if self._stop.requested:
+        if self._stop.is_set:
             save_last(run, self)
             run.console.note(f"stopped after step {index - 1}")
             self._stop.carry_out()
@@ -132,12 +132,12 @@ class FlowExecution(Execution):
         self._session.wake()
 
     def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
-        began, ended = self._began, time.perf_counter()
+        began, end = self._began, time.perf_counter()
         intervals = [*self._intervals, *(result.interval for result in results.values())]
-        self._session.overheads.append(overhead_ms((began, ended), intervals))
+        self._session.overheads.append(overhead_ms((began, end), intervals))
         seconds = {name: result.entry.seconds for name, result in results.items()}
         with self._pages.place():  # So that its lines are on its page, too.
-            run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
+            run.console.step({**step_metrics(run, index), "step": index}, end - began, seconds)
             if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
                 run.console.sample(*found)
         self._pages.end_step(Completed())
@@ -147,8 +147,8 @@ class FlowExecution(Execution):
 
 def _as_task(function: Callable[..., Any], name: str) -> Any:
     """Make a Prefect task of a function with an argument `index`. The ledger persists and caches, not Prefect."""
-    made = task(name=name, task_run_name=f"{name}-{{index}}", persist_result=False, cache_policy=NO_CACHE)
-    return made(function)
+    decorator = task(name=name, task_run_name=f"{name}-{{index}}", persist_result=False, cache_policy=NO_CACHE)
+    return decorator(function)
 
 
 def _producers(graph: StepGraph, reader: PlannedStep) -> set[str]:
@@ -156,12 +156,12 @@ def _producers(graph: StepGraph, reader: PlannedStep) -> set[str]:
     return {step.name for step in graph.steps if not read.isdisjoint(step.outputs.values())}
 
 
-def _cached(index: int, stored: TaskResult) -> State[TaskResult]:
+def _cached_state(index: int, stored: TaskResult) -> State[TaskResult]:
     """A user sees what a resumed run did not repeat."""
     return Completed(name="Cached", data=stored)
 
 
-def _timed(index: int, body: Callable[[], T]) -> tuple[T, Interval]:
+def _run_timed(index: int, body: Callable[[], T]) -> tuple[T, Interval]:
     began = time.perf_counter()
     result = body()
     return result, (began, time.perf_counter())

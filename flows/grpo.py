@@ -14,7 +14,7 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, kernel_folders, set_engine_variables
 from flows.execution import FlowExecution
-from flows.orchestration import FlowOverrides, LoggedLines, RunName, failed, prepare_logs, run_links
+from flows.orchestration import FlowOverrides, LoggedLines, RunName, failed_state, prepare_logs, run_links
 from flows.run_lookup import load_settings
 from flows.termination import stop_on_sigterm
 from flows.tracking.session import Session, open_session
@@ -42,7 +42,7 @@ from fp8core.run.policy import SyncError
 from fp8core.run.resume import RedoError
 from fp8core.store.layout import SUMMARY
 from fp8core.store.ledger import START
-from fp8core.store.manifest import Head
+from fp8core.store.manifest import ChainTip
 from fp8core.training.trainer import UpdateError
 
 
@@ -70,9 +70,9 @@ def grpo(
     quiet_store_logs()
     prepare_logs()
     flat = {"run": run, "steps": steps, "seed": seed}
-    given = {key: value for key, value in flat.items() if value is not None}
+    own_overrides = {key: value for key, value in flat.items() if value is not None}
     try:
-        settings = load_settings(config, merged_overrides(overrides or {}, given))
+        settings = load_settings(config, merged_overrides(overrides or {}, own_overrides))
         if runtime.deployment.id is not None:
             # A command does both before it starts the flow.
             with get_client(sync_client=True) as client:
@@ -81,11 +81,11 @@ def grpo(
                 check_runnable(settings.model_copy(update={"run": run_name(settings)}), new_code=new_code)
         return train(settings, new_code=new_code)
     except (UserError, UpdateError, SyncError, RedoError, BoundError, ProcessLost) as error:
-        return failed(str(error))
+        return failed_state(str(error))
     except TrainingPaused as reason:
         return pause(printable(str(reason)))
     except StepError as error:
-        return failed(str(error), error.__cause__)
+        return failed_state(str(error), error.__cause__)
 
 
 def train(config: RunConfig, *, new_code: bool = False) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def compile_first(config: RunConfig, console: Console) -> None:
     if config.cluster.address is not None or platform != HOPPER:
         return
     with console.part("compiling kernels") as progress:
-        compiled = compile_kernels(config, platform, kernel_folders(), progress)
-    if compiled.done:
-        console.note(str(compiled))
+        result = compile_kernels(config, platform, kernel_folders(), progress)
+    if result.done:
+        console.note(str(result))
 
 
 def finish(session: Session, console: Console) -> dict[str, Any]:
@@ -120,21 +120,21 @@ def finish(session: Session, console: Console) -> dict[str, Any]:
     session.report.close()
     data = read_run(folder, name)
     run.directory.write_text(REPORT, report_html([data]))
-    crossed = run.directory.ledger.bounds(START + 1)
+    crossings = run.directory.ledger.bounds(START + 1)
     # A run that was continued may have crossed other bounds than those that it has now.
-    named = dict.fromkeys(entry.reason.partition(":")[0] for entry in crossed)
+    reasons = dict.fromkeys(entry.reason.partition(":")[0] for entry in crossings)
     title = f"{name}: {run.config.name}, seed {run.config.seed}"
     conclusion = conclude(data)
     draw_png(training_charts(name, data.history, bounds, conclusion.collapses("collapse")), folder / CURVES, title)
     summary = {
         "run": name,
         **{f"{service}_run_id": tracker.run_id for service, tracker in session.trackers.items()},
-        "chain_head": str(Head.of(stored_manifest(run, next_step(run) - 1))),
+        "chain_tip": str(ChainTip.of(stored_manifest(run, next_step(run) - 1))),
         # As stored: no rank is needed any more, and one may be lost.
         "weights_digest": run.store.get_json(carried_artifacts(run, next_step(run))["policy"])["weights_digest"],
         "seconds": {**time_spent(data.view), "total": sum(data.view.process_seconds)},
-        "bounds": f"{', '.join(named)}; at the end {bounds.summary}" if crossed else bounds.summary,
-        "bounds_crossed": len(crossed) if crossed or bounds.judges else None,
+        "bounds": f"{', '.join(reasons)}; at the end {bounds.summary}" if crossings else bounds.summary,
+        "bounds_crossed": len(crossings) if crossings or bounds.judges else None,
         "diagnosis": None if conclusion.diagnosis is None else conclusion.diagnosis.sentence,
         **summarise(data.history, session.overheads),
     }
@@ -143,7 +143,7 @@ def finish(session: Session, console: Console) -> dict[str, Any]:
     places = {"report": str(folder / REPORT), "curves": str(folder / CURVES)}
     for tracker in session.trackers.values():
         places |= tracker.links()
-    console.section(f"{name}: done", conclusion.paragraphs, {**places, "chain": summary["chain_head"]})
+    console.section(f"{name}: done", conclusion.paragraphs, {**places, "chain": summary["chain_tip"]})
     return summary
 
 

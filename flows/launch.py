@@ -37,29 +37,29 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
         keep_freed_memory()
 
     def reason(word: str) -> str:
-        begun = read_description(config.runs / str(config.run)) is not None
-        return f"{word}; {resume} continues the run" if begun else f"{word} before the run had begun"
+        has_folder = read_description(config.runs / str(config.run)) is not None
+        return f"{word}; {resume} continues the run" if has_folder else f"{word} before the run had begun"
 
     say("starting Prefect and MLflow")
     # An exception, so that the run is closed and Prefect's server stops with us.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped(reason("terminated"), ExitCode.TERMINATED)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_with(reason("terminated"), ExitCode.TERMINATED)))
     try:
         prepare_prefect("flows.grpo")
         return _train(config, parameters, summary, resume)
     except KeyboardInterrupt:
-        return stopped(reason("interrupted"), ExitCode.INTERRUPTED)
+        return exit_with(reason("interrupted"), ExitCode.INTERRUPTED)
 
 
 def check_trackers(config: "RunConfig") -> None:
     """Raises UserError: a run that a service does not know yet cannot begin there."""
     from flows.tracking.registry import find_tracker
 
-    known = read_record(config.runs / str(config.run))
+    record = read_record(config.runs / str(config.run))
     for service in config.tracking.services:
         # MLflow takes seconds to import, which otherwise pass while Prefect starts.
         if service == "mlflow" and config.tracking.uri is None and not is_set("MLFLOW_TRACKING_URI"):
             continue
-        if known is None or service not in known.services:
+        if record is None or service not in record.services:
             find_tracker(service).check(config)
 
 
@@ -73,7 +73,7 @@ def long_part(name: str) -> Part:
     return Part(name, partial(say, file=sys.stderr))
 
 
-def stopped(reason: str, code: int) -> int:
+def exit_with(reason: str, code: int) -> int:
     say(f"fp8-grpo: {printable(reason)}", sys.stderr)
     return code
 
@@ -89,7 +89,7 @@ def _train(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     except httpx.TransportError as error:
         _end_without_prefect(config, summary, resume, error)
     if state.is_paused():
-        return stopped(f"{state.message}; {resume} continues the run", ExitCode.PAUSED)
+        return exit_with(f"{state.message}; {resume} continues the run", ExitCode.PAUSED)
     if not state.is_completed():
         explain(state)
         return ExitCode.FAILED
@@ -104,14 +104,14 @@ def _end_without_prefect(config: "RunConfig", summary: Output | None, resume: st
     from fp8core.store.run_view import RunView
 
     folder = config.runs / str(config.run)
-    written = folder / SUMMARY
-    complete = written.exists() and max(RunView.read(folder).steps, default=0) >= config.steps
+    summary_file = folder / SUMMARY
+    complete = summary_file.exists() and max(RunView.read(folder).steps, default=0) >= config.steps
     code = ExitCode.DONE if complete else ExitCode.FAILED
     if not complete:
-        stopped(f"Prefect does not answer ({first_line(error)}); {resume} continues the run", code)
+        exit_with(f"Prefect does not answer ({first_line(error)}); {resume} continues the run", code)
     else:
         if summary is not None:
-            summary.write(written.read_bytes())
+            summary.write(summary_file.read_bytes())
         say("Prefect does not answer: its UI lacks the end of this run, which is complete")
     # Not a return: Prefect's threads would try for minutes to deliver what they hold.
     os._exit(code)
@@ -123,4 +123,4 @@ def explain(state: Any) -> None:
     cause = state.result(raise_on_failure=False)
     if isinstance(cause, BaseException) and not isinstance(cause, FailedRun):
         say("".join(traceback.format_exception(cause)).rstrip("\n"), sys.stderr)
-    stopped(state.message.splitlines()[0], ExitCode.FAILED)
+    exit_with(state.message.splitlines()[0], ExitCode.FAILED)

@@ -30,10 +30,10 @@ ParityName = Annotated[RunName, Field(max_length=80)]
 def prepare_logs() -> None:
     """Let Prefect's logs, on terminals and on its server, hold texts of others escaped, and one reason of a failure."""
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
-        logging.getLogger(name).addFilter(_escaped)
+        logging.getLogger(name).addFilter(_escape_record)
 
 
-def _escaped(record: logging.LogRecord) -> bool:
+def _escape_record(record: logging.LogRecord) -> bool:
     """Escapes a record, whose traceback quotes others, too. False leaves it out."""
     if record.exc_info and isinstance(record.exc_info[1], FailedRun | CancelledRun):
         # Prefect raises these where a flow returned such a state: `failed` and `unanswered` logged its reason.
@@ -81,14 +81,14 @@ def run_links() -> dict[str, str]:
     return {"Prefect run": page} if served else {"Prefect UI": f"{program} server start", "Prefect run": page}
 
 
-def failed(reason: str, cause: BaseException | None = None) -> State[Any]:
+def failed_state(reason: str, cause: BaseException | None = None) -> State[Any]:
     """The state of a flow run that failed for `reason`; `cause` is for callers that read the state's result."""
     shown = printable_lines(reason)
     get_run_logger().error(shown)
     return Failed(message=shown, data=cause)
 
 
-def unanswered(name: str, reason: str) -> State[Any]:
+def unanswered_state(name: str, reason: str) -> State[Any]:
     """The state of a flow run that did its work and has no answer: final, grey in the UI, and no success."""
     shown = printable_lines(reason)
     get_run_logger().warning(shown)

@@ -14,8 +14,8 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.launch import say
-from flows.orchestration import FlowOverrides, ParityName, failed, prepare_logs, unanswered
-from flows.parity_plan import ParityPlan, committed, record_of, refuse
+from flows.orchestration import FlowOverrides, ParityName, failed_state, prepare_logs, unanswered_state
+from flows.parity_plan import ParityPlan, last_committed_step, record_of, refuse
 from flows.parity_training import train_one
 from flows.tracking.store import quiet_store_logs
 from flows.training_pages import artifact_key, show_markdown
@@ -58,13 +58,13 @@ def parity(
         say(f"parity {plan.name}: {len(plan.trainings)} trainings")
         return _verdict(plan, _train(plan))
     except UserError as error:
-        return failed(str(error))
+        return failed_state(str(error))
 
 
 def _date() -> str:
     """The day that the flow run was scheduled for: a retry after midnight continues what it began."""
-    scheduled = runtime.flow_run.scheduled_start_time
-    return (scheduled or datetime.now(UTC)).astimezone(UTC).date().isoformat()
+    start = runtime.flow_run.scheduled_start_time
+    return (start or datetime.now(UTC)).astimezone(UTC).date().isoformat()
 
 
 def _train(plan: ParityPlan) -> dict[tuple[str, int], str]:
@@ -73,7 +73,7 @@ def _train(plan: ParityPlan) -> dict[tuple[str, int], str]:
     for number, training in enumerate(plan.trainings, start=1):
         shown_as = f"{training.variant}, seed {training.seed}"
         where = f"{number} of {len(plan.trainings)}, {shown_as}"
-        if committed(training.folder) == training.config.steps:
+        if last_committed_step(training.folder) == training.config.steps:
             say(f"{where}: done before")
             continue
         say(where)
@@ -84,29 +84,29 @@ def _train(plan: ParityPlan) -> dict[tuple[str, int], str]:
 
 
 def _verdict(plan: ParityPlan, failures: dict[tuple[str, int], str]) -> Any:
-    shown: dict[str, RunData] = {}
-    measured: list[TrainingMeasurement] = []
+    report_runs: dict[str, RunData] = {}
+    measurements: list[TrainingMeasurement] = []
     for training in plan.trainings:
-        if committed(training.folder) is not None:
+        if last_committed_step(training.folder) is not None:
             run = read_run(training.folder, training.variant)
-            shown.setdefault(training.variant, run)
-            measured.append(measure(run, training.variant, training.seed, plan.config.parity.last_evaluations))
+            report_runs.setdefault(training.variant, run)
+            measurements.append(measure(run, training.variant, training.seed, plan.config.parity.last_evaluations))
     config = plan.config.parity
-    checks = judge(measured, config, variants=plan.variants, seeds=plan.seeds, failures=failures)
+    checks = judge(measurements, config, variants=plan.variants, seeds=plan.seeds, failures=failures)
     record = record_of(plan, checks)
     headline = headline_of(checks)
-    text = parity_markdown(plan.name, checks, measured)
+    text = parity_markdown(plan.name, checks, measurements)
     write_file(plan.folder / "verdict.json", f"{json.dumps(record, indent=2)}\n".encode())
     write_file(plan.folder / "report.md", text.encode())
-    if shown:
-        write_file(plan.folder / PAGE, report_html([*shown.values()]).encode())
+    if report_runs:
+        write_file(plan.folder / PAGE, report_html([*report_runs.values()]).encode())
     show_markdown(text, artifact_key(plan.name, "verdict"), headline[:200])
     get_run_logger().info(text)
     say(f"{text}\n{plan.folder / PAGE}")
     match outcome_of(checks):
         case "FAIL":
-            return failed(headline)
+            return failed_state(headline)
         case "PASS":
             return Completed(message=headline, data=record)
         case outcome:
-            return unanswered(outcome, headline)
+            return unanswered_state(outcome, headline)

@@ -69,28 +69,34 @@ def refuse(
             raise UserError(f"variants: {variant} is none of {', '.join(VARIANTS)}")
     base = load_config(config, overrides or {})
     # In the order of VARIANTS: the baseline is there when a parity run is cut short.
-    trained = tuple(each for each in VARIANTS if variants is None or each in variants)
-    drawn = tuple(range(base.parity.seeds) if seeds is None else dict.fromkeys(seeds))
-    named = name or f"{base.name}-{date}-{_digest(base)}"
+    variant_names = tuple(each for each in VARIANTS if variants is None or each in variants)
+    seed_numbers = tuple(range(base.parity.seeds) if seeds is None else dict.fromkeys(seeds))
+    full_name = name or f"{base.name}-{date}-{_digest(base)}"
     trainings = tuple(
-        _training(config, overrides or {}, base, named, variant, seed) for seed in drawn for variant in trained
+        _training(config, overrides or {}, base, full_name, variant, seed)
+        for seed in seed_numbers
+        for variant in variant_names
     )
-    left = [training.config for training in trainings if committed(training.folder) != training.config.steps]
-    for unfinished in left:
-        check_settings(unfinished)
+    open_configs = [
+        training.config for training in trainings if last_committed_step(training.folder) != training.config.steps
+    ]
+    for open_config in open_configs:
+        check_settings(open_config)
     # A variant has another precision, not another model, data, verifier or store. The last one is the last to begin.
-    for unfinished in left[-1:]:
+    for open_config in open_configs[-1:]:
         with Part("checking model and data", say):
-            check_inputs(unfinished)
-        check_trackers(unfinished)
-    return ParityPlan(named, base, trained, drawn, trainings)
+            check_inputs(open_config)
+        check_trackers(open_config)
+    return ParityPlan(full_name, base, variant_names, seed_numbers, trainings)
 
 
-def _training(named: str, overrides: Overrides, config: RunConfig, name: str, variant: str, seed: int) -> Training:
+def _training(
+    config_name: str, overrides: Overrides, config: RunConfig, name: str, variant: str, seed: int
+) -> Training:
     run = f"parity-{name}-{variant}-{seed}"
     settings = merged_overrides(overrides, {**variant_settings(VARIANTS[variant], config, seed), "run": run})
-    own = load_config(named, settings)
-    return Training(variant, seed, own, {"config": named, "run": run, "overrides": settings})
+    own = load_config(config_name, settings)
+    return Training(variant, seed, own, {"config": config_name, "run": run, "overrides": settings})
 
 
 def _digest(config: RunConfig) -> str:
@@ -102,7 +108,7 @@ def _digest(config: RunConfig) -> str:
     return hashlib.sha256(canonical_json(parts, "parity")).hexdigest()[:_DIGITS]
 
 
-def committed(folder: Path) -> int | None:
+def last_committed_step(folder: Path) -> int | None:
     if read_description(folder) is None:
         return None
     steps = RunView.read(folder).steps

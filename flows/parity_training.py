@@ -25,8 +25,8 @@ def train_one(name: str, training: Training) -> State[Any]:
     if engine_entry(training.config).own_process:
         return train_apart(name, training.parameters)
     flow: Any = grpo.with_options(flow_run_name=name)
-    ended: State[Any] = flow(**training.parameters, return_state=True)
-    return ended
+    state: State[Any] = flow(**training.parameters, return_state=True)
+    return state
 
 
 # The pipe ends when the process that holds its other end does, however that is.

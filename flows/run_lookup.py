@@ -10,7 +10,7 @@ from flows.environment import search_last
 from flows.launch import say
 from fp8core.config.load import Overrides, load_config, reload_config
 from fp8core.config.run import RunConfig, own_code, public_dump
-from fp8core.errors import UserError, meant, printable
+from fp8core.errors import UserError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from fp8core.store.run_directory import RunDescription
@@ -27,10 +27,10 @@ def find_run(text: str) -> Path:
         if read_description(folder) is not None:
             # Without `..`: the folder's store is named without it, too.
             return Path(os.path.abspath(folder))
-    looked = dict.fromkeys(str(place.absolute()) for place in places)  # One, where RUN is an absolute path.
+    absolute_places = dict.fromkeys(str(place.absolute()) for place in places)  # One, where RUN is an absolute path.
     names = sorted(path.parent.name for path in runs.glob(f"*/{DESCRIPTION}"))
-    near = meant(text, names) if os.sep not in text else ""
-    raise UserError(f"{text}: no run (no run.json in {' or '.join(looked)}){near}")
+    near = did_you_mean(text, names) if os.sep not in text else ""
+    raise UserError(f"{text}: no run (no run.json in {' or '.join(absolute_places)}){near}")
 
 
 def load_settings(config: str, overrides: Overrides) -> RunConfig:
@@ -40,26 +40,26 @@ def load_settings(config: str, overrides: Overrides) -> RunConfig:
     from fp8core.store.run_directory import read_description  # Imports torch.
 
     folder = Path(config).absolute()
-    described = read_description(folder) if os.sep in config else None
-    if described is None:
+    description = read_description(folder) if os.sep in config else None
+    if description is None:
         return load_config(config, overrides)
     segment = LedgerView.read(folder / LEDGER).last_segment() if (folder / LEDGER).exists() else None
     if segment is not None and segment.steps is not None:
         # A run that was extended stays so, unless the overrides say otherwise.
-        longer = {**described.config, "steps": max(segment.steps, reload_config(described.config).steps)}
-        described = described.model_copy(update={"config": longer})
-    settings = reload_own(described, overrides)
+        longer = {**description.config, "steps": max(segment.steps, reload_config(description.config).steps)}
+        description = description.model_copy(update={"config": longer})
+    settings = reload_own(description, overrides)
     for key in ("run", "runs"):
-        if public_dump(settings)[key] != described.config[key]:
+        if public_dump(settings)[key] != description.config[key]:
             raise UserError(f"{key}: {folder} is continued under its name and where it lies; leave {key} as it is")
     return settings.model_copy(update={"run": folder.name, "runs": folder.parent})
 
 
-def reload_own(described: "RunDescription", overrides: Overrides) -> RunConfig:
+def reload_own(description: "RunDescription", overrides: Overrides) -> RunConfig:
     """The configuration of a run's folder with overrides; the tracking store is the user's choice alone."""
     if isinstance(overrides, Mapping):
-        return reload_config(described.config, {"tracking.uri": None, **overrides})
-    return reload_config(described.config, ["tracking.uri=null", *overrides])
+        return reload_config(description.config, {"tracking.uri": None, **overrides})
+    return reload_config(description.config, ["tracking.uri=null", *overrides])
 
 
 def description_of(folder: Path) -> "RunDescription":
@@ -75,19 +75,22 @@ def enter_origin(folder: Path) -> None:
         os.chdir(begun_in)
 
 
-def admit_code(folder: Path, overrides: Overrides, searched: Path, *, trust: bool) -> None:
+def admit_code(folder: Path, overrides: Overrides, work_folder: Path, *, trust: bool) -> None:
     """Say which code a run's configuration makes a command run, and let it be found.
 
-    Code of `overrides` needs no trust. Modules of the user's own are found in `searched`, after the working directory.
+    Code of `overrides` needs no trust. Modules of the user's own are found in `work_folder`,
+    after the working directory.
     Raises UserError: there is such code, or a cluster that would be joined, and no trust.
     """
-    described = description_of(folder).config
-    code = own_code(reload_config(described))
+    stored_config = description_of(folder).config
+    code = own_code(reload_config(stored_config))
     if code:
-        named = printable(", ".join(f"{key}={value}" for key, value in code.items()))
+        code_settings = printable(", ".join(f"{key}={value}" for key, value in code.items()))
         if not trust:
-            raise UserError(f"{folder}: its run.json names code that would run here: {named}; --trust allows it")
-        say(f"{folder}: runs code that its run.json names: {named}", sys.stderr)
-    if code or own_code(reload_config(described, overrides)):
+            raise UserError(
+                f"{folder}: its run.json names code that would run here: {code_settings}; --trust allows it"
+            )
+        say(f"{folder}: runs code that its run.json names: {code_settings}", sys.stderr)
+    if code or own_code(reload_config(stored_config, overrides)):
         search_last(Path.cwd())
-        search_last(searched)
+        search_last(work_folder)

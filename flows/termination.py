@@ -23,13 +23,13 @@ class ExitCode(IntEnum):
     TERMINATED = 128 + signal.SIGTERM
 
 
-TOLD = "fp8-grpo: SIGTERM: it stops after this step; a second SIGTERM stops it at once\n"
+STOP_MESSAGE = "fp8-grpo: SIGTERM: it stops after this step; a second SIGTERM stops it at once\n"
 _STDERR = 2
 
 
 class StopRequest:
     def __init__(self) -> None:
-        self.requested = False
+        self.is_set = False
 
     def carry_out(self) -> None:
         """Stop now, through the previous handler of SIGTERM. Prefect raises, reports the flow run and passes it on."""
@@ -50,15 +50,15 @@ def stop_on_sigterm() -> Iterator[StopRequest]:
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        request.requested = True
+        request.is_set = True
         signal.signal(number, before)
         with suppress(OSError):  # Nobody may be there to read it.
             # A handler may come into a write of Python's own stream, which cannot be entered twice.
-            os.write(_STDERR, TOLD.encode())
+            os.write(_STDERR, STOP_MESSAGE.encode())
 
     before = signal.signal(signal.SIGTERM, note)
     try:
         yield request
     finally:
-        if not request.requested:
+        if not request.is_set:
             signal.signal(signal.SIGTERM, before)

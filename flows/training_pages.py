@@ -64,9 +64,9 @@ class TrainingPages:
         self._thread = ThreadPoolExecutor(1, "prefect-pages")
         self._next_attempt = 0.0
         self._step: FlowRun | None = None
-        self._made: tuple[int, Future[FlowRun | None]] | None = None
+        self._next_page: tuple[int, Future[FlowRun | None]] | None = None
         """The next step, and its flow run."""
-        self._ended: dict[UUID, State[Any]] = {}
+        self._end_states: dict[UUID, State[Any]] = {}
 
     def __enter__(self) -> Self:
         # Prefect's client would pause for seconds: `_request` repeats what a busy server refuses.
@@ -83,7 +83,7 @@ class TrainingPages:
                 self.end_step(Failed(message=printable_lines(first_line(error))))
             else:
                 self.end_step(Cancelled(message="stopped"))
-            self._leave_made()
+            self._leave_next_page()
 
     def start(self, pages: Mapping[str, str]) -> None:
         """Link the run's `pages` in tracking services; what a killed process of it left as running has crashed."""
@@ -96,16 +96,16 @@ class TrainingPages:
     def begin_step(self, index: int, after: Collection[State[Any]]) -> None:
         """The tasks within `place` belong to step `index`, which comes after the last step, or after these tasks."""
         self.end_step(Crashed(message="a process was lost: the step begins again"))
-        if self._made is None or self._made[0] != index:
-            self._leave_made()
+        if self._next_page is None or self._next_page[0] != index:
+            self._leave_next_page()
             self._make(index, [TaskRunResult(id=each.state_details.task_run_id) for each in after])
-        assert self._made is not None, "it was ordered above"
+        assert self._next_page is not None, "it was ordered above"
         with suppress(TimeoutError):
-            self._step = self._made[1].result(ANSWER_SECONDS)
+            self._step = self._next_page[1].result(ANSWER_SECONDS)
         if (step := self._step) is None:
-            self._leave_made()
+            self._leave_next_page()
             return
-        self._made = None
+        self._next_page = None
         # First what the next step will wait for.
         if index < self._run.config.steps:
             self._make(index + 1, [FlowRunResult(id=step.id)])
@@ -113,9 +113,9 @@ class TrainingPages:
 
     def end_step(self, state: State[Any]) -> None:
         if self._step is not None:
-            self._ended[self._step.id] = state
+            self._end_states[self._step.id] = state
             self._step = None
-            self._ask(self._send_ended)
+            self._ask(self._send_end_states)
 
     def place(self) -> AbstractContextManager[Any]:
         """Prefect tasks of this block belong to the open step, else to the training."""
@@ -128,12 +128,12 @@ class TrainingPages:
 
     def _make(self, index: int, after: list[Any]) -> None:
         made = self._ask(lambda: self._make_step(index, after), f"step {index} has no page of its own")
-        self._made = index, made
+        self._next_page = index, made
 
-    def _leave_made(self) -> None:
+    def _leave_next_page(self) -> None:
         """The next step is not reached, or made anew."""
-        if self._made is not None:
-            made, self._made = self._made[1], None
+        if self._next_page is not None:
+            made, self._next_page = self._next_page[1], None
             self._ask(lambda: self._cancel(made.result()))
 
     # ---- in the thread of the requests ----
@@ -173,10 +173,10 @@ class TrainingPages:
         with suppress(ObjectNotFound):  # A user may delete it.
             self._request("set_flow_run_state", step, state, force=True)
 
-    def _send_ended(self) -> None:
-        for step, state in [*self._ended.items()]:
+    def _send_end_states(self) -> None:
+        for step, state in [*self._end_states.items()]:
             self._set_state(step, state)
-            del self._ended[step]
+            del self._end_states[step]
 
     def _make_step(self, index: int, after: list[Any]) -> FlowRun:
         name = f"step {index}"
@@ -191,16 +191,16 @@ class TrainingPages:
 
     def _settle(self) -> None:
         under_way = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING]))
-        left = FlowRunFilter(tags=FlowRunFilterTags(all_=[self._tag]), state=under_way)
-        crashed: State[Any] = Crashed(message="its process was lost")
-        for step in self._request("read_flow_runs", flow_run_filter=left):
+        open_runs = FlowRunFilter(tags=FlowRunFilterTags(all_=[self._tag]), state=under_way)
+        crash_state: State[Any] = Crashed(message="its process was lost")
+        for step in self._request("read_flow_runs", flow_run_filter=open_runs):
             assert step.parent_task_run_id is not None, "a step is below its training"
             training = self._request("read_task_run", step.parent_task_run_id).flow_run_id
-            self._set_state(step.id, crashed)
+            self._set_state(step.id, crash_state)
             if training not in (None, self._training_id):
                 earlier = self._request("read_flow_run", training)
                 if earlier.state_type == StateType.RUNNING:
-                    self._set_state(earlier.id, crashed)
+                    self._set_state(earlier.id, crash_state)
 
 
 def artifact_key(run: str, name: str) -> str:

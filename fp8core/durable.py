@@ -33,10 +33,10 @@ _COPY_BLOCK = 1 << 22
 def unwritable(path: Path, error: OSError) -> UserError:
     if isinstance(error, IsADirectoryError):
         return StoredFileError(f"cannot write {path}: a folder lies in its place; move that elsewhere, then go on")
-    return UserError(f"cannot write {path}: {why_not_written(error)}")
+    return UserError(f"cannot write {path}: {write_problem(error)}")
 
 
-def why_not_written(error: Exception) -> str:
+def write_problem(error: Exception) -> str:
     """The reason of a failed write without its path, and what helps; safetensors has it in its text alone."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return f"{reason}; free space there, then go on" if os.strerror(errno.ENOSPC) in reason else reason
@@ -78,12 +78,12 @@ def check_writable(folder: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write or replace a file, durably and atomically. Raises UserError with the path, and then leaves nothing."""
-    with _replaced(path) as file:
+    with _replacing(path) as file:
         file.write(data)
 
 
 @contextmanager
-def _replaced(path: Path) -> Iterator[BinaryIO]:
+def _replacing(path: Path) -> Iterator[BinaryIO]:
     """The new content of a file, which takes its name when the block ends well (errors: `write_file`)."""
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -114,7 +114,7 @@ def ensure_copy(path: Path, source: Path, digest: str) -> None:
     with suppress(OSError):
         if file_digest(path) == digest:
             return
-    with _replaced(path) as file, source.open("rb") as content:
+    with _replacing(path) as file, source.open("rb") as content:
         shutil.copyfileobj(content, file, _COPY_BLOCK)
 
 
@@ -152,9 +152,9 @@ def append_durably(file: FileIO, data: bytes) -> None:
     """Append whole lines durably. Raises OSError (a full disk), and then appends nothing."""
     end = os.fstat(file.fileno()).st_size
     try:
-        written = 0
-        while written < len(data):
-            written += file.write(data[written:])
+        count = 0
+        while count < len(data):
+            count += file.write(data[count:])
         os.fsync(file.fileno())
     except OSError:
         # Part of a line in the middle would make the whole file unreadable.

@@ -61,17 +61,17 @@ def refuse(messages: Iterable[str]) -> None:
         raise UserError("; also ".join(lines))
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, words: Iterable[str]) -> str | None:
     """The known word of the closest spelling, else the only one that begins so; None: there is none."""
-    choices = list(known)
+    choices = list(words)
     longer = [choice for choice in choices if word and choice.startswith(word)]
     matches = get_close_matches(word, choices, n=1) or (longer if len(longer) == 1 else [])
     return matches[0] if matches else None
 
 
-def meant(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, words: Iterable[str]) -> str:
     """The end of a message about an unknown word: `; did you mean WORD?`, or nothing."""
-    match = nearest(word, known)
+    match = nearest(word, words)
     return "" if match is None else f"; did you mean {match}?"
 
 
@@ -103,10 +103,10 @@ def described_error(error: BaseException, file: str | None = None) -> str:
 
 def printable(text: str) -> str:
     """One line for any terminal: passwords masked; control characters, line ends and lone surrogates escaped."""
-    shown = without_passwords(text)
-    if shown.isprintable():
-        return shown
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in shown)
+    safe_text = without_passwords(text)
+    if safe_text.isprintable():
+        return safe_text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in safe_text)
 
 
 def printable_lines(text: str) -> str:
@@ -124,5 +124,5 @@ _MASK = "***"
 
 def without_passwords(text: str) -> str:
     """Text with the passwords and tokens of all addresses in it masked."""
-    masked = _TOKEN.sub(rf"\1{_MASK}@", _PASSWORD.sub(rf"\1:{_MASK}@", text))
-    return _PARAMETER.sub(rf"\1{_MASK}", masked)
+    result = _TOKEN.sub(rf"\1{_MASK}@", _PASSWORD.sub(rf"\1:{_MASK}@", text))
+    return _PARAMETER.sub(rf"\1{_MASK}", result)

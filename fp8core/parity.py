@@ -34,7 +34,7 @@ BASELINE = "bf16"
 Side = Literal["bf16", "fp8", "fp8+kv"]
 
 _FORMATS = {"bf16": ("bf16", "bf16"), "fp8": ("fp8_block", "bf16"), "fp8+kv": ("fp8_block", "fp8")}
-_UNCORRECTED = {"correction.method": "none", "correction.preset": None, "precision.accept_mismatch": True}
+_NO_CORRECTION = {"correction.method": "none", "correction.preset": None, "precision.accept_mismatch": True}
 
 
 class Variant(NamedTuple):
@@ -45,14 +45,14 @@ class Variant(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
 
     @property
-    def matched(self) -> bool:
+    def is_matched(self) -> bool:
         return self.rollout == self.training
 
 
 # By name, the baseline first.
 VARIANTS = {
     BASELINE: Variant("bf16", "bf16"),
-    "fp8-rollout": Variant("fp8", "bf16", _UNCORRECTED),
+    "fp8-rollout": Variant("fp8", "bf16", _NO_CORRECTION),
     "fp8-rollout-corrected": Variant("fp8", "bf16"),
     "fp8-end-to-end": Variant("fp8", "fp8"),
     "fp8-end-to-end-kv": Variant("fp8+kv", "fp8+kv"),
@@ -216,12 +216,12 @@ def outcome_of(checks: Sequence[Check]) -> ParityOutcome:
 
 def headline_of(checks: Sequence[Check]) -> str:
     outcome = outcome_of(checks)
-    made = [f"{check.variant}: {check.name} {check.found}" for check in checks if check.outcome == outcome]
-    return outcome if outcome == PASS else f"{outcome}: {'; '.join(made)}"
+    lines = [f"{check.variant}: {check.name} {check.found}" for check in checks if check.outcome == outcome]
+    return outcome if outcome == PASS else f"{outcome}: {'; '.join(lines)}"
 
 
 def judge(
-    measured: Sequence[TrainingMeasurement],
+    measurements: Sequence[TrainingMeasurement],
     config: ParityConfig,
     *,
     variants: Sequence[str],
@@ -232,7 +232,7 @@ def judge(
 
     `failures`: why a training failed, by variant and seed.
     """
-    by_variant = {name: [one for one in measured if one.variant == name] for name in variants}
+    by_variant = {name: [one for one in measurements if one.variant == name] for name in variants}
     checks = list[Check]()
     for name in variants:
         runs = by_variant[name]
@@ -247,9 +247,9 @@ def _complete(
     name: str, runs: Sequence[TrainingMeasurement], seeds: Sequence[int], failures: Mapping[tuple[str, int], str]
 ) -> Check:
     """A training that failed is a failure; one that was cut short, or has not begun, may still come."""
-    failed = [f"seed {seed}: {reason}" for (variant, seed), reason in failures.items() if variant == name]
-    if failed:
-        return Check(name, "complete", FAIL, "; ".join(failed), "all")
+    reasons = [f"seed {seed}: {reason}" for (variant, seed), reason in failures.items() if variant == name]
+    if reasons:
+        return Check(name, "complete", FAIL, "; ".join(reasons), "all")
     whole = [seed for seed in seeds if any(run.seed == seed and run.whole for run in runs)]
     outcome: ParityOutcome = PASS if len(whole) == len(seeds) else NOT_ENOUGH
     share = f"{len(whole)} of {len(seeds)} seeds trained to their last step"
@@ -257,7 +257,7 @@ def _complete(
 
 
 def _alignment(name: str, runs: Sequence[TrainingMeasurement], config: ParityConfig) -> Iterator[Check]:
-    error = config.error_matched if VARIANTS[name].matched else config.error_mismatched
+    error = config.error_matched if VARIANTS[name].is_matched else config.error_mismatched
     yield _worst(name, "largest probability error", [v for run in runs for v in run.errors], max, error)
     yield _worst(name, "largest k3 divergence", [v for run in runs for v in run.k3], max, config.k3)
     ess = [v for run in runs for v in run.ess]
@@ -277,7 +277,7 @@ def _worst(
     return Check(name, what, FAIL if beyond else PASS, text, bound)
 
 
-def _placed(low: float, high: float) -> ParityOutcome:
+def _outcome_of(low: float, high: float) -> ParityOutcome:
     """PASS for an interval above 0, FAIL for one below; NOT ENOUGH DATA for one across it."""
     if low >= 0:
         return PASS
@@ -298,7 +298,7 @@ def _learning(
         if gap is None:
             yield Check(name, check, NOT_ENOUGH, f"{len(pairs)} pairs of seeds", bound)
         else:
-            outcome = _placed(gap.low + limit, gap.high + limit)
+            outcome = _outcome_of(gap.low + limit, gap.high + limit)
             text = f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f}, {len(pairs)} seeds)"
             yield Check(name, check, outcome, text, bound)
 
@@ -310,10 +310,10 @@ def _pairs(runs: Sequence[TrainingMeasurement], baseline: Sequence[TrainingMeasu
     return [Pair(*two) for two in both if (two[0].steps, two[0].prompts) == (two[1].steps, two[1].prompts)]
 
 
-def parity_markdown(name: str, checks: Sequence[Check], measured: Sequence[TrainingMeasurement]) -> str:
+def parity_markdown(name: str, checks: Sequence[Check], measurements: Sequence[TrainingMeasurement]) -> str:
     """The headline, every check, and the accuracy of each training."""
-    of = {(one.variant, one.seed): one.accuracy for one in measured if one.accuracy is not None}
-    seeds = sorted({one.seed for one in measured})
+    of = {(one.variant, one.seed): one.accuracy for one in measurements if one.accuracy is not None}
+    seeds = sorted({one.seed for one in measurements})
     accuracies = [
         (variant, *(short(of[variant, seed]) if (variant, seed) in of else MISSING for seed in seeds))
         for variant in dict.fromkeys(check.variant for check in checks)

@@ -22,13 +22,13 @@ class Part:
         self._say = say
         self._first = first
         self._began = time.monotonic()
-        self._done = self._total = 0
+        self._count = self._total = 0
         self._over = threading.Event()
         self._inner = 0
         self._thread = threading.Thread(target=copy_context().run, args=[self._follow], name="progress", daemon=True)
 
-    def __call__(self, done: int, total: int) -> None:
-        self._done = done
+    def __call__(self, count: int, total: int) -> None:
+        self._count = count
         self._total = total
 
     def __enter__(self) -> Self:
@@ -50,26 +50,26 @@ class Part:
         seconds = self._first
         while not self._over.wait(max(0.0, self._began + seconds - time.monotonic())):
             if not self._inner:
-                self._say(f"{self._name}: {self._reached(time.monotonic() - self._began)}")
+                self._say(f"{self._name}: {self._line(time.monotonic() - self._began)}")
             seconds += min(seconds, _LONGEST_SECONDS)
 
-    def _reached(self, seconds: float) -> str:
-        done = self._done
+    def _line(self, seconds: float) -> str:
+        count = self._count
         total = self._total
         if total < 2:
             return f"{clock(seconds)} so far"
-        left = f", {clock(seconds / done * (total - done))} left" if done else ""
-        return f"{done:,}/{total:,} after {clock(seconds)}{left}"
+        rest = f", {clock(seconds / count * (total - count))} left" if count else ""
+        return f"{count:,}/{total:,} after {clock(seconds)}{rest}"
 
 
 _open = ContextVar[Part | None]("part", default=None)
 
 
-def tell_progress(done: int, total: int) -> None:
-    """Tell the innermost part that this thread is in, if it is in one: `done` of `total` are done."""
+def tell_progress(count: int, total: int) -> None:
+    """Tell the innermost part that this thread is in, if it is in one: `count` of `total` are done."""
     part = _open.get()
     if part is not None:
-        part(done, total)
+        part(count, total)
 
 
 def clock(seconds: float) -> str:

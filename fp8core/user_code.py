@@ -35,7 +35,7 @@ def find_neighbours(path: str) -> None:
 def load_code(path: str, kind: str) -> UserCode:
     """The function or class of a path; `kind` is the word for it in errors. Raises UserError."""
     place, _, attribute = path.rpartition(":")
-    module, file, digest = _loaded(place)
+    module, file, digest = _load(place)
     target = getattr(module, attribute, None)
     if not callable(target):
         raise UserError(f"{place} has no {kind} {attribute}")
@@ -47,7 +47,7 @@ def digest_of_code(path: str) -> tuple[Path, str]:
     place = path.rpartition(":")[0]
     if (file := file_of_path(path)) is not None:
         return file, _digest(_source(file))
-    _, file, digest = _loaded(place)
+    _, file, digest = _load(place)
     return file, digest
 
 
@@ -63,33 +63,33 @@ def file_of(target: Callable[..., Any]) -> str | None:
     return None if module.startswith("fp8core.") else getattr(sys.modules.get(module), "__file__", None)
 
 
-def check_call(called: Callable[..., Any], name: str, positional: Sequence[str], keywords: Iterable[str]) -> None:
+def check_call(function: Callable[..., Any], name: str, positional: Sequence[str], keywords: Iterable[str]) -> None:
     """Raises UserError: it cannot be called with arguments of these names."""
     try:
-        signature = inspect.signature(called)
+        signature = inspect.signature(function)
     except ValueError:
         return  # One written in C may have none to read.
     keywords = list(keywords)
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        given = ", ".join([*positional, *(f"{keyword}=..." for keyword in keywords)])
-        raise UserError(f"it is called as {name}({given}), and is defined as {name}{signature}: {error}") from error
+        arguments = ", ".join([*positional, *(f"{keyword}=..." for keyword in keywords)])
+        raise UserError(f"it is called as {name}({arguments}), and is defined as {name}{signature}: {error}") from error
 
 
-def _loaded(place: str) -> tuple[ModuleType, Path, str]:
+def _load(place: str) -> tuple[ModuleType, Path, str]:
     if place.endswith(".py"):
         file = Path(place).absolute()
         source = _source(file)
-        return _imported(place, lambda: _module_of(file, source)), file, _digest(source)
-    module = _imported(place, lambda: importlib.import_module(place))
-    named = getattr(module, "__file__", None)
-    if named is None:
+        return _import(place, lambda: _module_of(file, source)), file, _digest(source)
+    module = _import(place, lambda: importlib.import_module(place))
+    origin = getattr(module, "__file__", None)
+    if origin is None:
         raise UserError(f"{place} has no source file")
-    return module, Path(named), _digest(_source(Path(named)))
+    return module, Path(origin), _digest(_source(Path(origin)))
 
 
-def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
+def _import(place: str, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
     except UserError:  # One of ours, which lacks a library.
@@ -135,7 +135,7 @@ def import_attribute(path: str, place: str) -> Any:
     """The object at an import path `package.module:name`; raises UserError, which begins with `place`."""
     module_name, _, attribute = path.partition(":")
     try:
-        module = _imported(module_name, lambda: importlib.import_module(module_name))
+        module = _import(module_name, lambda: importlib.import_module(module_name))
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
     if not hasattr(module, attribute):

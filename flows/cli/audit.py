@@ -53,7 +53,7 @@ def _add_replay(commands: Any) -> None:
 
 
 def verify_run(options: argparse.Namespace) -> int:
-    from flows.tracking.chain_head import compare_head, published_head
+    from flows.tracking.chain_tip import compare_tip, published_tip
     from flows.tracking.store import quiet_store_logs
     from fp8core.run.verify import verified_bytes, verify
     from fp8core.store.manifest import record_digest
@@ -63,7 +63,7 @@ def verify_run(options: argparse.Namespace) -> int:
     bound_mlflow_requests()
     quiet_store_logs()
     # Before the folder is read: a live run commits more meanwhile.
-    published = published_head(folder)
+    mlflow_tip = published_tip(folder)
     view, provenance, links = RunView.read(folder), Provenance(), dict[int, str]()
 
     def report(more: int) -> None:
@@ -78,24 +78,24 @@ def verify_run(options: argparse.Namespace) -> int:
     size = verified_bytes(view)
     with long_part("MiB verified") as progress:
         findings = list(verify(view, report, watch))
-    compared = compare_head(published, links)
+    comparison = compare_tip(mlflow_tip, links)
     say(provenance.text(view))
-    if isinstance(compared, str):
-        say(f"{'MLflow':<16}{compared}")
+    if isinstance(comparison, str):
+        say(f"{'MLflow':<16}{comparison}")
     else:
-        findings.append(compared)
+        findings.append(comparison)
     for finding in findings:
         say(finding)
     counts = _counts(view, findings) | {"bytes": read, "seconds": time.perf_counter() - began}
-    removed = ", {removed} removed" if counts["removed"] else ""
+    removed_count = ", {removed} removed" if counts["removed"] else ""
     say(
-        f"verified: {{steps}} steps with the start, {{artifacts}} artifacts{removed}, {{bytes:,}} bytes, "
+        f"verified: {{steps}} steps with the start, {{artifacts}} artifacts{removed_count}, {{bytes:,}} bytes, "
         "{seconds:.1f} s; errors: {errors}, notes: {notes}".format(**counts)
     )
     if options.json is not None:
         content = {
             "run": provenance.lines(view),
-            "anchors": {"MLflow": compared} if isinstance(compared, str) else {},
+            "anchors": {"MLflow": comparison} if isinstance(comparison, str) else {},
             "findings": [asdict(finding) for finding in findings],
             "counts": counts,
         }
@@ -106,12 +106,12 @@ def verify_run(options: argparse.Namespace) -> int:
 def _counts(view: "RunView", findings: "list[Finding]") -> dict[str, float]:
     from fp8core.run.verify import references
 
-    named = {reference.ref.uri: reference.ref.digest for reference in references(view)}
-    absent = {uri for uri in named if not (view.folder / uri).is_file()}
+    digests = {reference.ref.uri: reference.ref.digest for reference in references(view)}
+    absent = {uri for uri in digests if not (view.folder / uri).is_file()}
     return {
         "steps": len(view.steps),
-        "artifacts": len(named) - len(absent),
-        "removed": sum(named[uri] in view.removed_digests for uri in absent),
+        "artifacts": len(digests) - len(absent),
+        "removed": sum(digests[uri] in view.removed_digests for uri in absent),
         "errors": sum(finding.severity == "error" for finding in findings),
         "notes": sum(finding.severity == "note" for finding in findings),
     }
@@ -121,11 +121,11 @@ def compare_runs(options: argparse.Namespace) -> int:
     from fp8core.store.diff import compare
     from fp8core.store.run_view import RunView
 
-    found = compare(*(RunView.read(find_run(run)) for run in options.runs))
-    say(comparison_text(found))
+    comparison = compare(*(RunView.read(find_run(run)) for run in options.runs))
+    say(comparison_text(comparison))
     if options.json is not None:
-        options.json.write_json({"equal": found.equal, **asdict(found)})
-    return ExitCode.DONE if found.equal else ExitCode.FAILED
+        options.json.write_json({"equal": comparison.equal, **asdict(comparison)})
+    return ExitCode.DONE if comparison.equal else ExitCode.FAILED
 
 
 def comparison_text(comparison: "Comparison") -> str:
@@ -199,11 +199,11 @@ def collect(options: argparse.Namespace) -> int:
     keep = config.artifacts.keep
     lock = RunLock.acquire(folder / LOCK)
     try:
-        tracked = read_record(folder)
-        known = {} if tracked is None else tracked.services
-        services = [known[service] for service in config.tracking.services if service in known]
-        published = min((service.published for service in services), default=None)
-        removal = plan_removal(folder, keep, published, config.pipeline.reach)
+        record = read_record(folder)
+        services_by_name = {} if record is None else record.services
+        services = [services_by_name[service] for service in config.tracking.services if service in services_by_name]
+        last_published = min((service.published for service in services), default=None)
+        removal = plan_removal(folder, keep, last_published, config.pipeline.reach)
         say(removal_text(keep, removal))
         if options.yes:
             remove(folder, removal)

@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.cli.arguments import add_trust
 from flows.environment import set_engine_variables
-from flows.launch import say, stopped
+from flows.launch import exit_with, say
 from flows.run_lookup import admit_code, enter_origin, find_run
 from flows.termination import ExitCode
 
@@ -33,7 +33,7 @@ def export_step(options: argparse.Namespace) -> int:
     """Returns the exit code (1: the policy cannot be restored equal), raises UserError."""
     import torch
 
-    from fp8core.models.quantised_checkpoint import write_quantised
+    from fp8core.models.quantised_checkpoint import write_fp8_checkpoint
     from fp8core.report.console import Console
     from fp8core.run.export import check_format, check_target, copy_folder, export, stored_policy, write_adapter
     from fp8core.run.replay import FAILURES, RunSnapshot
@@ -53,17 +53,19 @@ def export_step(options: argparse.Namespace) -> int:
     set_engine_variables(config)
     precision = config.precision
     # Layers that the rollouts kept in BF16 stay so.
-    kept = precision.bf16_first_layers, precision.bf16_last_layers
+    bf16_layers = precision.bf16_first_layers, precision.bf16_last_layers
     try:
         with stored_policy(original, options.step, Console(sys.stderr, options.step)) as policy:
             writers: dict[str, Callable[[Path], object]] = {
                 "bf16": partial(copy_folder, policy.folder),
-                "fp8": lambda target: write_quantised(policy.folder, target, precision.recipe.weights, *kept),
+                "fp8": lambda target: write_fp8_checkpoint(
+                    policy.folder, target, precision.recipe.weights, *bf16_layers
+                ),
                 "peft": partial(write_adapter, policy, config),
             }
             export(original, options.step, policy, options.format, target, writers[options.format])
     except (RedoError, *FAILURES) as error:
-        return stopped(f"the policy after step {options.step} cannot be restored: {error}", ExitCode.FAILED)
+        return exit_with(f"the policy after step {options.step} cannot be restored: {error}", ExitCode.FAILED)
     over = ", over the export of --step 0" if options.format == "peft" else ""
     say(f"{options.target}: the policy after step {options.step} of {folder.name} in {options.format}{over}")
     return ExitCode.DONE

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from flows.cli import audit, checkpoint, configuration, doctor, evaluate, parity, report, training, up
 from flows.environment import NO_TELEMETRY, leave_working_directory_out
-from flows.launch import stopped
+from flows.launch import exit_with
 from flows.termination import ExitCode
 from fp8core.config.section import suggestion
 from fp8core.errors import StoredFileError, UserError
@@ -38,11 +38,11 @@ def call(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except StoredFileError as error:
-        return stopped(str(error), ExitCode.FAILED)
+        return exit_with(str(error), ExitCode.FAILED)
     except UserError as error:
-        return stopped(str(error), ExitCode.MISTAKE)
+        return exit_with(str(error), ExitCode.MISTAKE)
     except KeyboardInterrupt:
-        return stopped("interrupted", ExitCode.INTERRUPTED)
+        return exit_with("interrupted", ExitCode.INTERRUPTED)
     except BrokenPipeError:
         # The reader is gone (`| head`). Python flushes standard output once more at exit, and needs an open file.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -51,7 +51,7 @@ def call(arguments: Sequence[str] | None = None) -> int:
         # A path that nobody may enter, or with a name that is too long, wherever it is looked at first.
         if error.filename is None:
             raise
-        return stopped(f"{error.filename}: {error.strerror}", ExitCode.MISTAKE)
+        return exit_with(f"{error.filename}: {error.strerror}", ExitCode.MISTAKE)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,8 +59,8 @@ class _Parser(argparse.ArgumentParser):
         choice = re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice is not None:
             argument, word = choice.group(1, 2)
-            known = suggestion(word, re.findall(r"[\w-]+", choice[3]))
-            message = f"argument {argument}: there is no {word!r}; {known}"
+            hint = suggestion(word, re.findall(r"[\w-]+", choice[3]))
+            message = f"argument {argument}: there is no {word!r}; {hint}"
         self.exit(ExitCode.MISTAKE, f"{self.prog}: {message}\n")
 
 

@@ -57,10 +57,12 @@ def print_config(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     values = leaves(config.model_dump(mode="json", by_alias=True))
     bounds = stop_bounds(config)
-    resolved = {f"alignment.stop.{name}": value for name, value in bounds.settings().items()}
+    bound_values = {f"alignment.stop.{name}": value for name, value in bounds.settings().items()}
     for key, origin in origins(options.config, options.overrides).items():
-        if values[key] is None and key in resolved:
-            say(f"{key} = {json.dumps(resolved[key])}  # default of the {bounds.contract} contract: {bounds.reason}")
+        if values[key] is None and key in bound_values:
+            say(
+                f"{key} = {json.dumps(bound_values[key])}  # default of the {bounds.contract} contract: {bounds.reason}"
+            )
         else:
             say(f"{key} = {json.dumps(values[key])}  # {origin}")
     return ExitCode.DONE

@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.cli.arguments import add_output, add_overrides, add_trust, at_least, numbers
 from flows.environment import prepare_prefect, search_last
-from flows.launch import explain, long_part, stopped
+from flows.launch import exit_with, explain, long_part
 from flows.run_lookup import admit_code, enter_origin, find_run
 from flows.termination import ExitCode
 
@@ -61,13 +61,13 @@ def evaluate_target(options: argparse.Namespace) -> int:
         search_last(here)
     given = {field.name: getattr(options, field.name) for field in fields(EvaluationRequest)}
     parameters = {name: value for name, value in given.items() if value is not None}
-    asked = EvaluationRequest(**parameters)
-    refuse(asked)
+    request = EvaluationRequest(**parameters)
+    refuse(request)
     with long_part("checking model and data"):
-        check_readable(asked)
+        check_readable(request)
     prepare_prefect("flows.evaluate")
     # An exception, so that Prefect's server hears of it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped("terminated", ExitCode.TERMINATED)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_with("terminated", ExitCode.TERMINATED)))
     # Prefect reads its environment when it is imported, hence not before `prepare_prefect`.
     from flows.evaluate import evaluate
 

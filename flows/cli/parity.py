@@ -10,7 +10,7 @@ from typing import Any
 
 from flows.cli.arguments import numbers
 from flows.environment import prepare_prefect, search_last
-from flows.launch import explain, say, stopped
+from flows.launch import exit_with, explain, say
 from flows.termination import ExitCode
 from fp8core.config.run import RUN_NAME
 
@@ -40,7 +40,7 @@ def run_parity(options: argparse.Namespace) -> int:
     refuse(**{"config": "tiny-nightly", **given}, date=datetime.now(UTC).date().isoformat())
     prepare_prefect("flows.parity")
     # An exception, so that the training is closed and Prefect's server stops with us.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped("terminated", ExitCode.TERMINATED)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_with("terminated", ExitCode.TERMINATED)))
     # Prefect reads its environment when it is imported, hence not before `prepare_prefect`.
     from flows.parity import parity
     from fp8core.parity import NOT_ENOUGH

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from flows.cli.arguments import add_output
-from flows.launch import say, stopped
+from flows.launch import exit_with, say
 from flows.run_lookup import find_run
 from flows.termination import ExitCode
 
@@ -25,8 +25,8 @@ def report_runs(options: argparse.Namespace) -> int:
     runs = [read_run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
     options.out.write(report_html(runs).encode())
     say(options.out.target)
-    damaged = [f"{run.view.folder}: {line}" for run in runs for line in run.damaged]
-    if damaged:
-        more = f" (and {len(damaged) - 1} more, which the page lists)" if len(damaged) > 1 else ""
-        return stopped(f"{damaged[0]}{more}", ExitCode.FAILED)
+    damage_lines = [f"{run.view.folder}: {line}" for run in runs for line in run.damage_lines]
+    if damage_lines:
+        more = f" (and {len(damage_lines) - 1} more, which the page lists)" if len(damage_lines) > 1 else ""
+        return exit_with(f"{damage_lines[0]}{more}", ExitCode.FAILED)
     return ExitCode.DONE

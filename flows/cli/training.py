@@ -34,8 +34,8 @@ def run(options: argparse.Namespace) -> int:
     search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
     name = config.run or made_name(config.name, secrets.token_hex(4))
-    given = {"config": options.config, "run": name, "overrides": options.overrides}
-    return launch(config.model_copy(update={"run": name}), given, options.json, resume_command(config, name))
+    arguments = {"config": options.config, "run": name, "overrides": options.overrides}
+    return launch(config.model_copy(update={"run": name}), arguments, options.json, resume_command(config, name))
 
 
 def resume(options: argparse.Namespace) -> int:
@@ -47,5 +47,5 @@ def resume(options: argparse.Namespace) -> int:
     config = load_settings(str(folder), overrides)
     settings = "".join(f" --set {shlex.quote(text)}" for text in overrides if without_passwords(text) == text)
     trust = " --trust" if own_code(config) else ""
-    given = {"config": str(folder), "overrides": overrides, "new_code": options.new_code}
-    return launch(config, given, options.json, f"fp8-grpo resume {shlex.quote(options.run)}{settings}{trust}")
+    arguments = {"config": str(folder), "overrides": overrides, "new_code": options.new_code}
+    return launch(config, arguments, options.json, f"fp8-grpo resume {shlex.quote(options.run)}{settings}{trust}")

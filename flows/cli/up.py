@@ -26,11 +26,11 @@ from flows.environment import (
     reach_this_machine,
     service_environment,
 )
-from flows.launch import say, stopped
+from flows.launch import exit_with, say
 from flows.termination import ExitCode
 from fp8core.durable import PRIVATE, make_folder
 from fp8core.errors import UserError, first_line, last_words
-from fp8core.processes.end_with_parent import installed
+from fp8core.processes.end_with_parent import library_folders
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -188,11 +188,11 @@ def up(options: argparse.Namespace) -> int:
         signal.signal(number, services.note_signal)
     try:
         with services:
-            server = [*installed("prefect"), "server", "start", *_HERE, str(options.prefect_port)]
+            server = [*library_folders("prefect"), "server", "start", *_HERE, str(options.prefect_port)]
             services.start("Prefect server", server, partial(answers, f"{prefect}/api/health"))
             arguments = _mlflow_server(options.mlflow_port, runs)
             services.start("MLflow server", arguments, partial(answers, f"{mlflow}/health"))
-            served = _serve(services, f"{prefect}/api", login, environment)
+            pools = _serve(services, f"{prefect}/api", login, environment)
             # Not the password itself: this output may be kept in a log.
             say(
                 f"ready: Prefect {prefect}, MLflow {mlflow}\n"
@@ -200,11 +200,11 @@ def up(options: argparse.Namespace) -> int:
                 f"MLFLOW_TRACKING_URI={mlflow}\n"
                 "the password of Prefect's UI, there: echo $PREFECT_API_AUTH_STRING"
             )
-            if GPU not in served:
+            if GPU not in pools:
                 say(f"this machine has no GPU: runs of the pool {GPU} wait for a worker (docs/guides/operate.md)")
             wait(services)
     except ServiceError as error:
-        return stopped(str(error), ExitCode.FAILED)
+        return exit_with(str(error), ExitCode.FAILED)
     except StopSignal as stop:
         return 128 + int(stop.args[0])
 
@@ -238,7 +238,7 @@ def _mlflow_server(port: int, runs: Path) -> list[str]:
         store = default_tracking_uri(runs)
         prepare_store(store, runs)
         places += ["--backend-store-uri", store]
-    return [*installed("mlflow"), "server", *places, "--workers", "1", *_HERE, str(port)]
+    return [*library_folders("mlflow"), "server", *places, "--workers", "1", *_HERE, str(port)]
 
 
 def _serve(services: Services, api: str, login: str, environment: Mapping[str, str]) -> list[str]:
@@ -248,20 +248,20 @@ def _serve(services: Services, api: str, login: str, environment: Mapping[str, s
     from prefect.client.schemas.actions import WorkPoolCreate
 
     with SyncPrefectClient(api, auth_string=login) as client:
-        served = [CPU, GPU] if torch.cuda.is_available() else [CPU]
+        pools = [CPU, GPU] if torch.cuda.is_available() else [CPU]
         for pool in (CPU, GPU):
-            made = WorkPoolCreate(name=pool, type="process", is_paused=False, concurrency_limit=1)
-            client.create_work_pool(made, overwrite=True)
+            work_pool = WorkPoolCreate(name=pool, type="process", is_paused=False, concurrency_limit=1)
+            client.create_work_pool(work_pool, overwrite=True)
         _deploy(client, environment)
-        services.pause_pools = partial(_pause, api, login, served)
-        services.await_reports = partial(_await_reports, api, login, served)
-        for pool in served:
+        services.pause_pools = partial(_pause, api, login, pools)
+        services.await_reports = partial(_await_reports, api, login, pools)
+        for pool in pools:
             _end_lost_runs(client, pool)
             # It begins the next run when the process of one has ended.
             options = ["--pool", pool, "--limit", "1", "--type", "process"]
-            arguments = [*installed("prefect"), "worker", "start", *options]
+            arguments = [*library_folders("prefect"), "worker", "start", *options]
             services.workers.append(services.start(f"worker of {pool}", arguments, partial(_is_online, client, pool)))
-    return served
+    return pools
 
 
 @contextlib.contextmanager
@@ -295,7 +295,9 @@ def _await_reports(api: str, login: str, pools: Sequence[str]) -> None:
     # `_pause` has said that the server is gone.
     with contextlib.suppress(httpx.HTTPError), _client_at_end(api, login) as client:
         while time.monotonic() < deadline:
-            if not any((run.infrastructure_pid or "").startswith(here) for p in pools for run in _begun(client, p)):
+            if not any(
+                (run.infrastructure_pid or "").startswith(here) for p in pools for run in _unfinished_runs(client, p)
+            ):
                 return
             time.sleep(_POLL_SECONDS)
 
@@ -305,21 +307,21 @@ def _deploy(client: "SyncPrefectClient", environment: Mapping[str, str]) -> None
 
     `prefect deploy` would put declared schedules in place of those that a user has paused, changed or deleted since.
     """
-    declared = yaml.safe_load((ROOT / "prefect.yaml").read_text("utf-8"))
-    known = {(each.entrypoint, each.name): each for each in client.read_deployments()}
-    for deployment in declared["deployments"]:
-        if (had := known.get((deployment["entrypoint"], deployment["name"]))) is not None:
+    declarations = yaml.safe_load((ROOT / "prefect.yaml").read_text("utf-8"))
+    deployments = {(each.entrypoint, each.name): each for each in client.read_deployments()}
+    for deployment in declarations["deployments"]:
+        if (had := deployments.get((deployment["entrypoint"], deployment["name"]))) is not None:
             deployment.pop("schedules", None)
             deployment["paused"] = had.paused
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "prefect.yaml")
-        file.write_text(yaml.safe_dump(declared, sort_keys=False), "utf-8")
+        file.write_text(yaml.safe_dump(declarations, sort_keys=False), "utf-8")
         say("waiting for: prefect deploy")
-        arguments = [*installed("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+        arguments = [*library_folders("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
         deploy = _start(arguments, environment, subprocess.PIPE)
-        said, _ = deploy.communicate()
+        output, _ = deploy.communicate()
     if deploy.returncode:
-        raise ServiceError(f"prefect deploy ended with {deploy.returncode}: {last_words(said.decode())}")
+        raise ServiceError(f"prefect deploy ended with {deploy.returncode}: {last_words(output.decode())}")
 
 
 def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:
@@ -328,11 +330,11 @@ def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:
 
     if _is_online(client, pool):
         return
-    for run in _begun(client, pool):
+    for run in _unfinished_runs(client, pool):
         client.set_flow_run_state(run.id, Crashed(message="its worker is gone; a retry continues the run"), force=True)
 
 
-def _begun(client: "SyncPrefectClient", pool: str) -> "list[FlowRun]":
+def _unfinished_runs(client: "SyncPrefectClient", pool: str) -> "list[FlowRun]":
     """Runs of a pool that have begun and not ended."""
     from prefect.client.schemas.filters import (
         FlowRunFilter,
@@ -345,8 +347,8 @@ def _begun(client: "SyncPrefectClient", pool: str) -> "list[FlowRun]":
 
     states = FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING, StateType.CANCELLING])
     of_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
-    begun = FlowRunFilter(state=FlowRunFilterState(type=states))
-    return client.read_flow_runs(flow_run_filter=begun, work_pool_filter=of_pool)
+    unfinished = FlowRunFilter(state=FlowRunFilterState(type=states))
+    return client.read_flow_runs(flow_run_filter=unfinished, work_pool_filter=of_pool)
 
 
 def _is_online(client: "SyncPrefectClient", pool: str) -> bool:

@@ -10,7 +10,7 @@ import yaml
 
 from flows.tracking.metric_names import model_metrics, shown_metrics
 from flows.tracking.record import RecordFile
-from flows.tracking.tracker import HEAD, RUN_DIRECTORY, TRAINING, Checkpoint, Table, Tracker
+from flows.tracking.tracker import CHAIN_TIP, RUN_DIRECTORY, TRAINING, Checkpoint, Table, Tracker
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.layers import leaves
 from fp8core.config.run import RunConfig, public_dump
@@ -26,12 +26,12 @@ from fp8core.run.context import RunContext
 from fp8core.run.execute import committed_step, step_metrics, stored_manifest
 from fp8core.store.layout import POLICY, SUMMARY, manifest_place
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
-from fp8core.store.manifest import Head
+from fp8core.store.manifest import ChainTip
 from fp8core.store.run_view import RunView
 from fp8core.store.tables import key_of
 
 COMPLETIONS = "completions.json"
-_SAMPLED = 8
+_SAMPLE_ROWS = 8
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
 # As wide as MLflow shows them, the first six fit beside its list of files.
 COMPLETION_COLUMNS = (
@@ -46,9 +46,9 @@ class Backlog:
     def __init__(self, run: RunContext, service: str, tracker: Tracker, file: RecordFile) -> None:
         self._run, self.tracker = run, tracker
         self._service, self._file = service, file
-        self._begun = self._readable = self._finished = False
+        self._has_description = self._readable = self._has_result = False
         self._report: Path | None = None
-        self._shown: tuple[BoundEntry | None, bool] = (None, False)
+        self._published_state: tuple[BoundEntry | None, bool] = (None, False)
 
     @property
     def published(self) -> int:
@@ -65,27 +65,27 @@ class Backlog:
 
     def add_result(self) -> None:
         """Picture, summary and report are in the run's folder, and nothing more will be committed."""
-        self._finished = True
+        self._has_result = True
 
     def publish(self) -> Iterator[None]:
         """Publish what is missing, in order; yields after each piece. Raises as `Tracker`."""
         try:
             yield from self._pieces()
         except Exception:
-            self._begun = False  # What a service did not get, or lost, at the start.
+            self._has_description = False  # What a service did not get, or lost, at the start.
             raise
 
     def _pieces(self) -> Iterator[None]:
         run, tracker = self._run, self.tracker
-        if not self._begun:
+        if not self._has_description:
             publish_description(run, tracker)
-            self._begun = True
+            self._has_description = True
             yield
         if self._readable:
             yield from self._publish_committed()
-        if self._finished:
+        if self._has_result:
             publish_result(run, tracker)
-            self._finished = False
+            self._has_result = False
         if self._report is not None:
             report, self._report = self._report, None
             tracker.log_artifact(REPORT, report)
@@ -101,9 +101,9 @@ class Backlog:
             self._note(published=step)
             yield
         # A redo may come at any time: what a later step reads was damaged.
-        if (state := (ledger.last_bound(), bool(ledger.inexact_steps()))) != self._shown:
+        if (state := (ledger.last_bound(), bool(ledger.inexact_steps()))) != self._published_state:
             publish_state(self.tracker, *state)
-            self._shown = state
+            self._published_state = state
             yield
         models = self._file.record.services[self._service].models
         newest = takewhile(lambda entry: entry.step > models, ledger.last_checkpoints())
@@ -130,11 +130,14 @@ def publish_description(run: RunContext, tracker: Tracker) -> None:
     tracker.log_artifact("graph.txt", pipeline_text(run.graph) + "\n")
 
 
-def publish_state(tracker: Tracker, crossed: BoundEntry | None, inexact: bool) -> None:
+def publish_state(tracker: Tracker, crossing: BoundEntry | None, inexact: bool) -> None:
     """Tags of a bound that was crossed, and of a run that went on from another policy than before a stop."""
     tags = {"inexact": "true"} if inexact else {}
-    if crossed is not None:
-        tags |= {"bounds": "crossed", "bound_crossed": f"{crossed.reason}; {crossed.action} after step {crossed.step}"}
+    if crossing is not None:
+        tags |= {
+            "bounds": "crossed",
+            "bound_crossed": f"{crossing.reason}; {crossing.action} after step {crossing.step}",
+        }
     tracker.set_tags(tags)
 
 
@@ -146,8 +149,8 @@ def step_speed(run: RunContext, index: int) -> dict[str, float]:
     if index == START or run.directory.ledger.was_cut(index):
         return {}
     ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]
-    committed, tokens = committed_step(run, index).committed_ms / 1000, step_metrics(run, index).get(TOKENS.name)
-    began, ended = min(start for start, _ in ran), max(committed, *(end for _, end in ran))
+    commit_time, tokens = committed_step(run, index).committed_ms / 1000, step_metrics(run, index).get(TOKENS.name)
+    began, ended = min(start for start, _ in ran), max(commit_time, *(end for _, end in ran))
     seconds = ended - began
     rate = {TOKENS_PER_SECOND.name: tokens / seconds} if tokens is not None and seconds > 0 else {}
     return {SECONDS.name: seconds, OVERHEAD.name: overhead_ms((began, ended), ran), **rate}
@@ -161,7 +164,7 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     times |= {f"time/environment_{name}": answers[name] for name in ("p50", "p95", "max") if name in answers}
     times |= {f"time/{task}_seconds": value for task, value in seconds.items()}
     shown = shown_metrics({**step_metrics(run, index), **times, **step_speed(run, index)})
-    tracker.log_step(index, shown, entry.committed_ms, {HEAD: str(Head.of(manifest))})
+    tracker.log_step(index, shown, entry.committed_ms, {CHAIN_TIP: str(ChainTip.of(manifest))})
     tracker.log_artifact(manifest_place(index), manifest.model_dump_json(indent=2) + "\n")
     if shows_sample(index, run.config.steps) and (samples := sample_table(run, index)) is not None:
         tracker.log_artifact(f"samples/step_{index:06d}.json", samples)
@@ -200,8 +203,8 @@ def publish_result(run: RunContext, tracker: Tracker) -> None:
     for place in (f"pictures/{CURVES}", SUMMARY, REPORT):
         tracker.log_artifact(place, folder / Path(place).name)
     publish_completions(run, tracker)
-    judged = "kept" if stop_bounds(run.config).limits else "not judged"
-    bounds = judged if run.directory.ledger.last_bound() is None else "crossed"
+    contract_state = "kept" if stop_bounds(run.config).limits else "not judged"
+    bounds = contract_state if run.directory.ledger.last_bound() is None else "crossed"
     diagnosis = json.loads((folder / SUMMARY).read_bytes())["diagnosis"]
     note = "\n\n".join(filter(None, [_note(run), diagnosis]))
     tracker.set_tags({"bounds": bounds, "diagnosis": diagnosis or "none"}, note)
@@ -235,13 +238,13 @@ def sample_table(run: RunContext, index: int) -> Table | None:
     prompts = store.get_table(by_kind["prompts"], ["group", "text", "reference"]).to_pylist()
     rollouts = store.get_table(by_kind["rollouts"], ["group", "sample", "text"]).to_pylist()
     rewards = store.get_table(by_kind["rewards"], ["reward", "outcome"]).to_pylist()
-    asked = {row["group"]: (row["text"], row["reference"]) for row in prompts}
+    prompt_texts = {row["group"]: (row["text"], row["reference"]) for row in prompts}
     rows = []
     for completion, reward in zip(rollouts, rewards, strict=True):
         if completion["sample"] == 0:
-            prompt, reference = asked[completion["group"]]
+            prompt, reference = prompt_texts[completion["group"]]
             rows.append((index, prompt, completion["text"], reference, reward["reward"], reward["outcome"]))
-    return Table(SAMPLE_COLUMNS, rows[:_SAMPLED])
+    return Table(SAMPLE_COLUMNS, rows[:_SAMPLE_ROWS])
 
 
 def completion_groups(run: RunContext) -> Table | None:
@@ -268,7 +271,7 @@ def _cells(row: Row, prompts: dict[str, str]) -> tuple[object, ...]:
 
 
 def _prompts(run: RunContext, index: int) -> dict[str, str]:
-    found = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind == "prompts"]
+    refs = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind == "prompts"]
     store = run.store
-    tables = [store.get_table(ref, ["prompt_id", "text"]).to_pylist() for ref in found if store.path(ref).exists()]
+    tables = [store.get_table(ref, ["prompt_id", "text"]).to_pylist() for ref in refs if store.path(ref).exists()]
     return {row["prompt_id"]: row["text"] for rows in tables for row in rows}

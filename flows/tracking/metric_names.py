@@ -13,9 +13,9 @@ CORE = "core/"
 DETAIL = "detail/"
 
 
-def shown_metrics(measured: Mapping[str, float]) -> dict[str, float]:
+def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """A step's metrics by MLflow's names; some become their distance from the ideal."""
-    return {shown_name(name): find_metric(name).headline_value(value) for name, value in measured.items()}
+    return {shown_name(name): find_metric(name).headline_value(value) for name, value in metrics.items()}
 
 
 def shown_name(name: str) -> str:
@@ -23,11 +23,15 @@ def shown_name(name: str) -> str:
     return f"{CORE}{headline}" if headline else f"{DETAIL}{name}"
 
 
-def model_metrics(measured: Mapping[str, float]) -> dict[str, float]:
+def model_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a checkpoint, from those of its step, by the names of the run's own."""
     names = [metric.name for metric in METRICS if metric.of_checkpoint]
-    return shown_metrics({name: measured[name] for name in names if name in measured})
+    return shown_metrics({name: metrics[name] for name in names if name in metrics})
 
 
-TIMED = (*(f"{CORE}{metric.headline}" for metric in time.METRICS if metric.headline), f"{DETAIL}time/", "system/")
+TIME_METRICS = (
+    *(f"{CORE}{metric.headline}" for metric in time.METRICS if metric.headline),
+    f"{DETAIL}time/",
+    "system/",
+)
 """Beginnings of the names of metrics that two equal trainings need not share."""

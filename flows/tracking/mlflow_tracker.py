@@ -48,7 +48,7 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 # MLflow's limits: metrics of a request, parameters or tags of one, characters of a parameter (of a tag 8000).
 _METRICS, _PARAMS, _LONGEST = 1000, 100, 6000
 # Tag with the tables that the UI previews. It takes 8000 characters, which are 145 of ours.
-_TABLES, _LISTED = "mlflow.loggedArtifacts", 100
+_TABLES, _MAX_TABLES = "mlflow.loggedArtifacts", 100
 R = TypeVar("R")
 
 
@@ -61,8 +61,8 @@ class MlflowTracker(Tracker):
         self._monitor: SystemMetricsMonitor | None = None
 
     @classmethod
-    def open(cls, training: Training, uri: str, known: str | None) -> "MlflowTracker":
-        """The MLflow run `known`, else the one that a killed process left, else a new one with the training's name.
+    def open(cls, training: Training, uri: str, run_id: str | None) -> "MlflowTracker":
+        """The MLflow run `run_id`, else the one that a killed process left, else a new one with the training's name.
 
         A missing store or experiment is created; several processes may do so at once. Raises Outage; UserError: the
         store is not to be used.
@@ -70,11 +70,13 @@ class MlflowTracker(Tracker):
         config = training.config
         with store_errors(uri):
             client = prepare_store(uri, config.runs)
-            run = None if known is None else _find_run(client, known)
+            run = None if run_id is None else _find_run(client, run_id)
             if run is None:
                 experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
                 tags = {TRAINING: training.id, RUN_DIRECTORY: str(training.folder)}
-                run = _tagged(client, experiment, tags) or client.create_run(experiment, None, tags, training.name)
+                run = _run_with_tags(client, experiment, tags) or client.create_run(
+                    experiment, None, tags, training.name
+                )
             check_artifact_place(uri, run, config.tracking.uri)
             client.update_run(run.info.run_id, "RUNNING")  # A deleted run is refused.
         return cls(training, uri, run.info.experiment_id, run.info.run_id)
@@ -101,12 +103,12 @@ class MlflowTracker(Tracker):
             self.client.update_run(self.run_id, status="RUNNING")
             if ERROR in run.data.tags:
                 self.client.delete_tag(self.run_id, ERROR)
-            known, texts = run.data.params, {name: _text(value) for name, value in settings.items()}
-            new = [Param(name, text) for name, text in texts.items() if name not in known]
+            params, texts = run.data.params, {name: _text(value) for name, value in settings.items()}
+            new = [Param(name, text) for name, text in texts.items() if name not in params]
             for batch in _batches(new, _PARAMS):
                 self.client.log_batch(self.run_id, params=batch)
             # A parameter cannot change.
-            self.set_tags({name: text for name, text in texts.items() if known.get(name, text) != text})
+            self.set_tags({name: text for name, text in texts.items() if params.get(name, text) != text})
             self._watch_load()
         mark_dead(self._training.folder.parent, self.uri)
 
@@ -146,10 +148,10 @@ class MlflowTracker(Tracker):
         """As MLflow's `log_table`, which appends to a table that is there, and fails when a run has many."""
         cells = [[printable_lines(cell) if isinstance(cell, str) else cell for cell in row] for row in table.rows]
         self.client.log_text(self.run_id, json.dumps({"columns": list(table.columns), "data": cells}), place)
-        listed = json.loads(self.client.get_run(self.run_id).data.tags.get(_TABLES, "[]"))
+        tables = json.loads(self.client.get_run(self.run_id).data.tags.get(_TABLES, "[]"))
         entry = {"path": place, "type": "table"}
-        if entry not in listed:
-            self.client.set_tag(self.run_id, _TABLES, json.dumps([*listed, entry][-_LISTED:]))
+        if entry not in tables:
+            self.client.set_tag(self.run_id, _TABLES, json.dumps([*tables, entry][-_MAX_TABLES:]))
 
     def log_checkpoint(self, checkpoint: Checkpoint) -> None:
         """As a READY model; one that a kill left PENDING is completed. The files stay where they are."""
@@ -169,9 +171,9 @@ class MlflowTracker(Tracker):
 
     def _model(self, checkpoint: Checkpoint) -> LoggedModel:
         own = f"source_run_id = '{self.run_id}' AND name = '{checkpoint.name}'"
-        found = self.client.search_logged_models([self.experiment_id], own, max_results=1)
-        if found:
-            return found[0]
+        models = self.client.search_logged_models([self.experiment_id], own, max_results=1)
+        if models:
+            return models[0]
         about: dict[str, Any] = {"source_run_id": self.run_id, "tags": dict(checkpoint.tags), "model_type": MODEL_TYPE}
         return self.client.create_logged_model(self.experiment_id, checkpoint.name, **about)
 
@@ -184,20 +186,20 @@ class MlflowTracker(Tracker):
             self.client.set_terminated(self.run_id, outcome, ended_ms)
 
 
-def open_tracker(training: Training, known: ServiceRecord | None) -> MlflowTracker:
+def open_tracker(training: Training, service: ServiceRecord | None) -> MlflowTracker:
     """The MLflow run that the folder names, else a new one, in the configured store, else the folder's own."""
-    config, stored = training.config, training.begun_uri if known is None else known.uri
+    config, stored_uri = training.config, training.begun_uri if service is None else service.uri
     if config.tracking.uri is not None:
         uri = resolve_tracking_uri(config.tracking.uri, config.runs)
     else:
-        uri = store_of_folder(stored, training.folder)
+        uri = store_of_folder(stored_uri, training.folder)
     try:
-        return MlflowTracker.open(training, uri, None if known is None else known.run_id)
+        return MlflowTracker.open(training, uri, None if service is None else service.run_id)
     except Outage as error:
-        if known is None or known.uri != without_passwords(uri):
+        if service is None or service.uri != without_passwords(uri):
             raise UserError(str(error)) from error
         # The publisher goes on when it is over.
-        return MlflowTracker(training, uri, known.experiment_id, known.run_id)
+        return MlflowTracker(training, uri, service.experiment_id, service.run_id)
 
 
 TRACKER = TrackerEntry(open_tracker, lambda config: check_server(config.tracking.uri))
@@ -213,7 +215,7 @@ def _find_run(client: MlflowClient, run_id: str) -> Run | None:
         return None
 
 
-def _tagged(client: MlflowClient, experiment: str, tags: Mapping[str, str]) -> Run | None:
+def _run_with_tags(client: MlflowClient, experiment: str, tags: Mapping[str, str]) -> Run | None:
     runs = client.search_runs([experiment], f"tags.`{TRAINING}` = '{tags[TRAINING]}'")
     return next((run for run in runs if tags.items() <= run.data.tags.items()), None)
 

@@ -105,11 +105,11 @@ def mark_dead(runs: Path, uri: str) -> None:
         with suppress(UserError, OSError):  # Errors in one run's file do not concern the others.
             folder = path.parent
             record = read_record(folder)
-            known = None if record is None else record.mlflow
-            if record is None or known is None or known.told or known.uri != without_passwords(uri):
+            service = None if record is None else record.mlflow
+            if record is None or service is None or service.told or service.uri != without_passwords(uri):
                 continue
             if not has_owner(folder / LOCK):
-                _mark(folder, record, known.run_id, uri)
+                _mark(folder, record, service.run_id, uri)
 
 
 def _mark(folder: Path, record: TrackingRecord, run_id: str, uri: str) -> None:

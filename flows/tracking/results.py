@@ -40,20 +40,20 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult) ->
                 experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
         else:
             record = read_record(folder)
-            if record is None or (known := record.mlflow) is None:
+            if record is None or (service := record.mlflow) is None:
                 return "the run was never tracked in MLflow: the evaluation is not logged"
-            uri, experiment = store_of_folder(known.uri, folder, config.tracking.uri), known.experiment_id
+            uri, experiment = store_of_folder(service.uri, folder, config.tracking.uri), service.experiment_id
             with store_errors(uri):
                 client = existing_store(uri)
-                own = f"source_run_id = '{known.run_id}' AND tags.step = '{result.step}'"
-                found = client.search_logged_models([experiment], own, max_results=1)
-                model_id = found[0].model_id if found else None
+                own = f"source_run_id = '{service.run_id}' AND tags.step = '{result.step}'"
+                models = client.search_logged_models([experiment], own, max_results=1)
+                model_id = models[0].model_id if models else None
         with store_errors(uri):
             run_id = _log(client, uri, experiment, model_id, result, config.tracking.uri)
     except (Outage, UserError) as error:
         return f"the evaluation is not logged: {error}"
-    linked = "" if model_id is None else f", linked to the model {model_id}"
-    return f"logged as MLflow run {run_id} in {without_passwords(uri)}{linked}"
+    model_text = "" if model_id is None else f", linked to the model {model_id}"
+    return f"logged as MLflow run {run_id} in {without_passwords(uri)}{model_text}"
 
 
 def _log(
@@ -62,13 +62,13 @@ def _log(
     experiment: str,
     model_id: str | None,
     result: EvaluationResult,
-    configured: str | None,
+    configured_uri: str | None,
 ) -> str:
     of = result.name if result.step is None else f"{result.name}-{result.step:05d}"
     run = client.create_run(experiment, None, {EVALUATION: of}, f"evaluate-{of}")
-    run_id, ended = str(run.info.run_id), "FAILED"
+    run_id, status = str(run.info.run_id), "FAILED"
     try:
-        check_artifact_place(uri, run, configured)
+        check_artifact_place(uri, run, configured_uri)
         if model_id is not None:
             client.log_inputs(run_id, models=[LoggedModelInput(model_id)])
         params, now = [Param(*item) for item in _params(result).items()], time.time_ns() // 1_000_000
@@ -77,35 +77,35 @@ def _log(
         client.log_batch(run_id, metrics, params)
         client.log_dict(run_id, result.model_dump(mode="json"), "evaluation.json")
         client.log_text(run_id, evaluation_text(result) + "\n", "evaluation.txt")
-        ended = "FINISHED"
+        status = "FINISHED"
     finally:
-        client.set_terminated(run_id, ended)
+        client.set_terminated(run_id, status)
     return run_id
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
     """MLflow key -> value: `fp8/pass_at_1`, its `_low` and `_high`, and `fp8_minus_bf16/...`; MLflow allows no `@`."""
     first = next(iter(result.precisions))
-    estimates = {name: done.estimates for name, done in result.precisions.items()}
+    estimates = {name: measurement.estimates for name, measurement in result.precisions.items()}
     estimates |= {f"{name}_minus_{first}": by for name, by in result.differences.items()}
     values: dict[str, float] = {}
-    for name, measured in estimates.items():
-        for key, each in measured.items():
-            shown = f"evaluation/{name}/{key.replace('@', '_at_')}"
-            values |= {shown: each.value, f"{shown}_low": each.low, f"{shown}_high": each.high}
-    for name, done in result.precisions.items():
-        total = sum(done.outcomes.values())
-        values |= {f"evaluation/{name}/outcome_{key}": count / total for key, count in done.outcomes.items()}
-        values[f"evaluation/{name}/length_mean"] = done.length_mean
+    for name, estimate in estimates.items():
+        for key, each in estimate.items():
+            metric = f"evaluation/{name}/{key.replace('@', '_at_')}"
+            values |= {metric: each.value, f"{metric}_low": each.low, f"{metric}_high": each.high}
+    for name, measurement in result.precisions.items():
+        total = sum(measurement.outcomes.values())
+        values |= {f"evaluation/{name}/outcome_{key}": count / total for key, count in measurement.outcomes.items()}
+        values[f"evaluation/{name}/length_mean"] = measurement.length_mean
     values |= {f"evaluation/{name}/answer_logprob": value for name, value in result.answer_logprobs.items()}
     for name, costs in result.parts.items():
         for part, cost in costs.parts.items():
-            known = {key: value for key, value in vars(cost).items() if value is not None}
-            values |= {f"evaluation/{name}/part_{part}_{key}": value for key, value in known.items()}
+            numbers = {key: value for key, value in vars(cost).items() if value is not None}
+            values |= {f"evaluation/{name}/part_{part}_{key}": value for key, value in numbers.items()}
     return values
 
 
 def _params(result: EvaluationResult) -> dict[str, str]:
-    asked = {"step", "config", "data", "data_digest", "prompts", "samples", "temperature", "max_new_tokens", "seed"}
-    params = {name: str(value) for name, value in result.model_dump(include=asked).items()}
+    fields = {"step", "config", "data", "data_digest", "prompts", "samples", "temperature", "max_new_tokens", "seed"}
+    params = {name: str(value) for name, value in result.model_dump(include=fields).items()}
     return {**params, "verifier": str(result.verifier["verifier"]), "precisions": ", ".join(result.precisions)}

@@ -35,10 +35,10 @@ class Publisher:
     def __init__(self, backlog: Backlog, console: Console) -> None:
         self.backlog = backlog
         self._title, self._console = backlog.tracker.title, console
-        self._news, self._closed = threading.Event(), threading.Event()
+        self._news, self._close_event = threading.Event(), threading.Event()
         self._deadline = float("inf")
         """Time (monotonic) of the last attempt after the training ended."""
-        self._stopped = False
+        self._has_stopped = False
         self._news.set()  # An earlier process may have left something.
         self._life: Future[None] = ThreadPoolExecutor(1, f"publisher of {self._title}").submit(self._follow)
 
@@ -54,12 +54,12 @@ class Publisher:
 
     def stop(self, patience: float) -> None:
         """Let it publish for some seconds more: the training failed or was stopped."""
-        self._stopped = True
+        self._has_stopped = True
         self._end(patience)
 
     def _end(self, patience: float) -> None:
         self._deadline = time.monotonic() + patience
-        self._closed.set()
+        self._close_event.set()
         self._news.set()
 
     def wait(self) -> BaseException | None:
@@ -71,10 +71,10 @@ class Publisher:
         while True:
             self._news.wait()
             self._news.clear()
-            last = self._closed.is_set()
+            last = self._close_event.is_set()
             try:
                 for _ in self.backlog.publish():
-                    if self._stopped and time.monotonic() > self._deadline:
+                    if self._has_stopped and time.monotonic() > self._deadline:
                         return
             except Outage as error:
                 if not away:
@@ -82,10 +82,10 @@ class Publisher:
                     self._console.note(
                         f"{self._title} does not answer ({error}); metrics stay in the ledger and follow"
                     )
-                if last and (self._stopped or time.monotonic() + RETRY_SECONDS > self._deadline):
+                if last and (self._has_stopped or time.monotonic() + RETRY_SECONDS > self._deadline):
                     return
                 # A training that ends is heard of during the pause.
-                (time.sleep if last else self._closed.wait)(RETRY_SECONDS)
+                (time.sleep if last else self._close_event.wait)(RETRY_SECONDS)
                 self._news.set()
                 continue
             if away:
@@ -201,23 +201,23 @@ def open_session(
             with open_run(config, graph, directory, console) as run:
                 backlogs = [Backlog(run, service, tracker, file) for service, tracker in trackers.items()]
                 publishers = [Publisher(backlog, console) for backlog in backlogs]
-                with _published(Session(run, trackers, publishers, LiveReport(run, publishers))) as session:
+                with _publishing(Session(run, trackers, publishers, LiveReport(run, publishers))) as session:
                     yield session
         except BaseException as error:
             # Others: Ctrl-C, SIGTERM, a cancelled flow run.
-            failed = isinstance(error, Exception) and not isinstance(error, TrainingPaused)
+            has_failed = isinstance(error, Exception) and not isinstance(error, TrainingPaused)
             with suppress(UserError):  # A full disk, say; `error` was first.
-                _conclude(file, trackers, "FAILED" if failed else "KILLED", str(error) if failed else None)
+                _conclude(file, trackers, "FAILED" if has_failed else "KILLED", str(error) if has_failed else None)
             raise
         problems = _conclude(file, trackers, "FINISHED", None)
         for service, tracker in trackers.items():
-            if missing := _missing(directory, file.record.services[service]):
+            if missing := _missing_steps(directory, file.record.services[service]):
                 reason = problems.get(service, f"{tracker.title} lacks them")
                 console.note(f"{reason}; {missing} will follow: {resume_command(config, name)}")
 
 
 @contextmanager
-def _published(session: Session) -> Iterator[Session]:
+def _publishing(session: Session) -> Iterator[Session]:
     try:
         yield session
     except BaseException as error:
@@ -273,7 +273,7 @@ def _conclude(
     return problems
 
 
-def _missing(directory: RunDirectory, known: ServiceRecord) -> str | None:
+def _missing_steps(directory: RunDirectory, known: ServiceRecord) -> str | None:
     last, published = directory.ledger.last_step(), known.published
     if last is not None and published < last:
         return f"steps {published + 1} to {last}" if published + 1 < last else f"step {last}"

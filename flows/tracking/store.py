@@ -45,40 +45,44 @@ def default_tracking_uri(runs: Path) -> str:
     return f"sqlite:///{runs.absolute() / 'mlflow.db'}"
 
 
-def resolve_tracking_uri(configured: str | None, runs: Path) -> str:
-    return named_store(configured) or default_tracking_uri(runs)
+def resolve_tracking_uri(configured_uri: str | None, runs: Path) -> str:
+    return named_store(configured_uri) or default_tracking_uri(runs)
 
 
-def named_store(configured: str | None) -> str | None:
+def named_store(configured_uri: str | None) -> str | None:
     """The URI that the user's configuration names, else the one of MLFLOW_TRACKING_URI; None: neither does."""
-    return configured or (mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None)
+    return configured_uri or (mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None)
 
 
-def store_of_folder(stored: str | None, folder: Path, configured: str | None = None) -> str:
-    """The store of a run whose folder names one (`stored`, without a password).
+def store_of_folder(stored_uri: str | None, folder: Path, configured_uri: str | None = None) -> str:
+    """The store of a run whose folder names one (`stored_uri`, without a password).
 
     The folder may be somebody else's: MLflow would send the user's credentials to a server of theirs, and write into
     any database. So a store is used that the user names, or the one beside the folder. Raises UserError: the folder
     names another store.
     """
-    named = named_store(configured)
+    store = named_store(configured_uri)
     beside = default_tracking_uri(folder.absolute().parent)
-    if named is not None and (configured is not None or stored != beside):
-        return named
-    gone = stored is not None and stored.startswith("sqlite:///") and not Path(stored[len("sqlite:///") :]).exists()
-    if stored in (None, beside) or gone:
+    if store is not None and (configured_uri is not None or stored_uri != beside):
+        return store
+    is_gone = (
+        stored_uri is not None
+        and stored_uri.startswith("sqlite:///")
+        and not Path(stored_uri[len("sqlite:///") :]).exists()
+    )
+    if stored_uri in (None, beside) or is_gone:
         return beside
     raise UserError(
-        f"tracking.uri {without_passwords(str(stored))}: only the run's folder {folder} names this store: if you trust "
-        "it with what MLflow sends, name it in MLFLOW_TRACKING_URI or tracking.uri (with its password, which no run "
-        "stores)"
+        f"tracking.uri {without_passwords(str(stored_uri))}: only the run's folder {folder} names this store: if you "
+        "trust it with what MLflow sends, name it in MLFLOW_TRACKING_URI or tracking.uri (with its password, which no "
+        "run stores)"
     )
 
 
-def check_artifact_place(uri: str, run: Run, configured: str | None) -> None:
+def check_artifact_place(uri: str, run: Run, configured_uri: str | None) -> None:
     """Raises UserError: a local store that the user does not name, maybe a stranger's, names a server for artifacts."""
     place = run.info.artifact_uri
-    if uri.startswith("sqlite") and named_store(configured) is None and urlsplit(place).scheme not in ("", "file"):
+    if uri.startswith("sqlite") and named_store(configured_uri) is None and urlsplit(place).scheme not in ("", "file"):
         raise UserError(
             f"tracking.uri {without_passwords(uri)}: puts the artifacts of run {run.info.run_id} at "
             f"{without_passwords(place)}: if you trust this store, name it in MLFLOW_TRACKING_URI or tracking.uri"
@@ -156,9 +160,9 @@ def artifact_root(runs: Path) -> str:
     return (runs.absolute() / "mlartifacts").as_uri()
 
 
-def check_server(configured: str | None) -> None:
+def check_server(configured_uri: str | None) -> None:
     """Raises UserError: the user names a server (`named_store`), and none answers. No store is made."""
-    uri = named_store(configured)
+    uri = named_store(configured_uri)
     if uri is None or not is_server(uri):
         return
     try:

@@ -37,7 +37,7 @@ class TensorBoardTracker(Tracker):
         return {self.title: f"{shlex.quote(program)} --logdir {shlex.quote(self.uri)}"}
 
     def start(self, settings: Mapping[str, object]) -> None:
-        with self._written():
+        with self._writing():
             if self._writer is not None:
                 self._writer.close()
             self._writer = SummaryWriter(self.uri, purge_step=self._next)
@@ -47,21 +47,21 @@ class TensorBoardTracker(Tracker):
                 self._writer.file_writer.add_summary(summary, self._next)
 
     def set_tags(self, tags: Mapping[str, str], note: str | None = None) -> None:
-        with self._written():
+        with self._writing():
             if tags:
                 self._add_text("tags", _markdown(Table(("tag", "value"), [*tags.items()])))
             if note is not None:
                 self._add_text("note", note)
 
     def log_step(self, step: int, metrics: Mapping[str, float], committed_ms: int, tags: Mapping[str, str]) -> None:
-        with self._written():
+        with self._writing():
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step, walltime=committed_ms / 1000)
         self._next = step + 1
 
     def log_artifact(self, place: str, content: str | Path | Table) -> None:
         """Tables and texts; all other files are in the run's folder, beside this one."""
-        with self._written():
+        with self._writing():
             if isinstance(content, Table):
                 self._add_text(place.removesuffix(".json"), _markdown(content))
             elif isinstance(content, str) and not place.endswith(".json"):
@@ -70,7 +70,7 @@ class TensorBoardTracker(Tracker):
     def end(self, outcome: RunOutcome, error: str | None, ended_ms: int) -> None:
         if self._writer is None:
             return
-        with self._written():
+        with self._writing():
             self._add_text("outcome", printable_lines(outcome if error is None else f"{outcome}: {error}"))
         self._writer.close()
         self._writer = None
@@ -79,7 +79,7 @@ class TensorBoardTracker(Tracker):
         self._writer.add_text(tag, text, self._next)
 
     @contextmanager
-    def _written(self) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
         """After the block all is in the file; errors become Outage."""
         try:
             yield
@@ -88,10 +88,10 @@ class TensorBoardTracker(Tracker):
             raise Outage(f"{self._folder}: {first_line(error)}") from error
 
 
-def open_tracker(training: Training, known: ServiceRecord | None) -> TensorBoardTracker:
+def open_tracker(training: Training, service: ServiceRecord | None) -> TensorBoardTracker:
     folder = training.folder / FOLDER
-    if known is not None and any(folder.glob("events.out.tfevents.*")):
-        return TensorBoardTracker(folder, known.run_id, known.published + 1)
+    if service is not None and any(folder.glob("events.out.tfevents.*")):
+        return TensorBoardTracker(folder, service.run_id, service.published + 1)
     # Its id is new, so everything is published again where somebody removed the folder.
     return TensorBoardTracker(folder, uuid.uuid4().hex, 0)
 

@@ -12,8 +12,8 @@ from typing import Any
 from flows.tracking.record import RunOutcome, ServiceRecord
 from fp8core.config.run import RunConfig
 
-HEAD = "chain_head"
-"""Tag: the newest link of the chain of manifests that was published (`manifest.Head`)."""
+CHAIN_TIP = "chain_tip"
+"""Tag: the newest link of the chain of manifests that was published (`manifest.ChainTip`)."""
 RUN_DIRECTORY = "run_directory"
 TRAINING = "fp8_grpo.run"
 """Tag of a run and of its models: the `id` of the training's run.json."""

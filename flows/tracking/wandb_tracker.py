@@ -71,8 +71,8 @@ class WandbTracker(Tracker):
                 raise
             self._run.define_metric(STEP)
             self._run.define_metric("*", step_metric=STEP)
-            self._logged = int(self._run.summary.get(STEP, -1))
-            self.published = None if self._offline else self._logged
+            self._last_step = int(self._run.summary.get(STEP, -1))
+            self.published = None if self._offline else self._last_step
 
     @property
     def page(self) -> str | None:
@@ -89,7 +89,7 @@ class WandbTracker(Tracker):
         if self._run is None:
             self.connect()
         with _wandb_errors():
-            self._run.config.update(_nested(settings), allow_val_change=True)
+            self._run.config.update(_nested_settings(settings), allow_val_change=True)
             self._run.summary.update({"outcome": "RUNNING", "error": ""})
 
     def set_tags(self, tags: Mapping[str, str], note: str | None = None) -> None:
@@ -103,9 +103,9 @@ class WandbTracker(Tracker):
 
     def log_step(self, step: int, metrics: Mapping[str, float], committed_ms: int, tags: Mapping[str, str]) -> None:
         with _wandb_errors():
-            if step > self._logged:
+            if step > self._last_step:
                 self._run.log({STEP: step, **metrics})
-                self._logged = step
+                self._last_step = step
             self._run.summary.update(dict(tags))
 
     def log_artifact(self, place: str, content: str | Path | Table) -> None:
@@ -113,7 +113,7 @@ class WandbTracker(Tracker):
         name = Path(place)
         with _wandb_errors():
             if isinstance(content, Table):
-                rows = [[_shown(cell) for cell in row] for row in content.rows]
+                rows = [[_json_value(cell) for cell in row] for row in content.rows]
                 table = wandb.Table(columns=list(content.columns), data=rows, allow_mixed_types=True)
                 # One panel has the samples of all steps.
                 self._run.log({name.parts[0].removesuffix(".json"): table})
@@ -148,17 +148,17 @@ class WandbTracker(Tracker):
             run.finish(exit_code=0 if outcome == "FINISHED" else 1)
 
 
-def open_tracker(training: Training, known: ServiceRecord | None) -> WandbTracker:
+def open_tracker(training: Training, service: ServiceRecord | None) -> WandbTracker:
     """The run that tracking.json names. Offline, one whose last process was killed makes room for a new run."""
-    if known is not None and not known.told and _setup().settings.mode != "online":
-        for lost in (training.folder / "wandb").glob(f"offline-run-*-{known.run_id}"):
-            shutil.rmtree(lost)
-        known = None
-    tracker = WandbTracker(training, uuid.uuid4().hex[:16] if known is None else known.run_id)
+    if service is not None and not service.told and _setup().settings.mode != "online":
+        for folder in (training.folder / "wandb").glob(f"offline-run-*-{service.run_id}"):
+            shutil.rmtree(folder)
+        service = None
+    tracker = WandbTracker(training, uuid.uuid4().hex[:16] if service is None else service.run_id)
     try:
         tracker.connect()
     except Outage as error:
-        if known is None:
+        if service is None:
             raise UserError(str(error)) from error
         # The publisher tries again.
     return tracker
@@ -178,7 +178,7 @@ def _setup() -> Any:
     return wandb.setup(settings=wandb.Settings(silent=True))
 
 
-def _nested(settings: Mapping[str, object]) -> dict[str, Any]:
+def _nested_settings(settings: Mapping[str, object]) -> dict[str, Any]:
     """W&B takes no points in the names of settings."""
     tree = dict[str, Any]()
     for key, value in settings.items():
@@ -186,11 +186,11 @@ def _nested(settings: Mapping[str, object]) -> dict[str, Any]:
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
-        node[last] = _shown(value)
+        node[last] = _json_value(value)
     return tree
 
 
-def _shown(value: object) -> object:
+def _json_value(value: object) -> object:
     return printable_lines(value) if isinstance(value, str) else value
 
 

@@ -23,21 +23,21 @@ from fp8core.rl.alignment_metrics import ESS, K3, TMPE, TOKENS_DIFFERING
 from fp8core.rl.presets import correction_rule
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
-from fp8core.training.trainer import MASK_DIFFERING, RATIO_BIAS, RATIO_CLIPPED, RATIO_DEVIATION, REWARD_SLOPE
+from fp8core.training.trainer import CLIP_FRACTION, MASK_DIFFERING, RATIO_BIAS, RATIO_DEVIATION, REWARD_SLOPE
 
 Contract = Literal["exact", "aligned", "matched", "mismatched", "accepted"]
 Action = Literal["none", "warn", "pause", "fail"]
 
 EQUAL: frozenset[Contract] = frozenset({"exact", "aligned"})
 
-BOUNDED = {
+BOUND_METRICS = {
     "error": TMPE,
     "tokens_differing": TOKENS_DIFFERING,
     "k3": K3,
     "effective_sample_size": ESS,
     "ratio_bias": RATIO_BIAS,
     "ratio_deviation": RATIO_DEVIATION,
-    "ratio_clipped": RATIO_CLIPPED,
+    "ratio_clipped": CLIP_FRACTION,
     "reward_slope": REWARD_SLOPE,
     "mask_differing": MASK_DIFFERING,
     "probe_differing": PROBE_DIFFERING,
@@ -45,9 +45,9 @@ BOUNDED = {
 }
 """Setting below `alignment.stop` -> the metric that it bounds."""
 
-_LOWER = frozenset(name for name, metric in BOUNDED.items() if metric.better == "higher")
+_LOWER = frozenset(name for name, metric in BOUND_METRICS.items() if metric.better == "higher")
 # As the console and the report name them; the bias has a sign, and its size is bounded.
-_SHOWN = {"error": "tmpe", "ratio_bias": "|ratio_bias|"}
+_METRIC_NAMES = {"error": "tmpe", "ratio_bias": "|ratio_bias|"}
 _EQUAL = {"error": 1.0, "tokens_differing": 0.0, "probe_differing": 0.0, "probe_error": 1.0}
 _ERROR = 1.1
 _NEAR = {"error": _ERROR, "k3": 1e-2, "probe_error": 1.5}
@@ -74,18 +74,21 @@ class StopBounds:
 
     def settings(self) -> dict[str, float | int | str]:
         limits = {name: int(limit) if limit.is_integer() else limit for name, limit in self.limits.items()}
-        return {name: limits.get(name, "none") for name in BOUNDED} | {"patience": self.patience, "action": self.action}
+        return {name: limits.get(name, "none") for name in BOUND_METRICS} | {
+            "patience": self.patience,
+            "action": self.action,
+        }
 
     def description(self) -> dict[str, str]:
-        shown = {n: f"{value:g}" if isinstance(value, float) else str(value) for n, value in self.settings().items()}
-        return {f"alignment.stop.{name}": f"{value} ({self.sources[name]})" for name, value in shown.items()}
+        texts = {n: f"{value:g}" if isinstance(value, float) else str(value) for n, value in self.settings().items()}
+        return {f"alignment.stop.{name}": f"{value} ({self.sources[name]})" for name, value in texts.items()}
 
     @property
     def summary(self) -> str:
         if not self.judges:
             return f"nothing is bounded (alignment.stop, {self.contract} contract)"
         crossings = ", ".join(
-            f"{_SHOWN.get(name, name)} {'<' if name in _LOWER else '>'} {limit:g}"
+            f"{_METRIC_NAMES.get(name, name)} {'<' if name in _LOWER else '>'} {limit:g}"
             for name, limit in self.limits.items()
         )
         lasting = "" if self.patience == 1 else f"for {self.patience} steps in a row "
@@ -117,11 +120,11 @@ def stop_bounds(config: RunConfig) -> StopBounds:
     if config.loss.policy in SHIPPED_LOSSES and not config.loss.distillation.weight:
         limits["reward_slope"] = 0.0
     defaults = limits | (_EQUAL if contract in EQUAL else _NEAR) | ratio
-    chosen = {name: getattr(given, name) for name in BOUNDED}
+    chosen = {name: getattr(given, name) for name in BOUND_METRICS}
     chosen = {name: defaults.get(name, "none") if value is None else value for name, value in chosen.items()}
     sources = {
         name: f"{contract} contract" if getattr(given, name) is None else "configuration"
-        for name in (*BOUNDED, "action", "patience")
+        for name in (*BOUND_METRICS, "action", "patience")
     }
     return StopBounds(
         contract,
@@ -135,10 +138,10 @@ def stop_bounds(config: RunConfig) -> StopBounds:
 
 def stored_bounds(config: RunConfig | None) -> StopBounds | None:
     """Of a run that is only read; None where they are unknown, as `is_known` has it."""
-    return stop_bounds(config) if config is not None and is_known(config) else None
+    return stop_bounds(config) if config is not None and has_evidence(config) else None
 
 
-def is_known(config: RunConfig) -> bool:
+def has_evidence(config: RunConfig) -> bool:
     """False where the contract is up to an engine that the configuration imports, which a stranger may have written."""
     return config.rollout.engine in ENGINES or bool(_differing(config))
 
@@ -153,8 +156,8 @@ def unverifiable(config: RunConfig) -> str | None:
 
 def contract_of(config: RunConfig) -> tuple[Contract, str]:
     if differing := _differing(config):
-        corrected = config.correction.method != "none" or not config.precision.accept_mismatch
-        return "mismatched" if corrected else "accepted", f"the sides compute {', '.join(differing)}"
+        has_correction = config.correction.method != "none" or not config.precision.accept_mismatch
+        return "mismatched" if has_correction else "accepted", f"the sides compute {', '.join(differing)}"
     kernels = config.precision.rounding_points == "kernels"
     engine = engine_entry(config).arithmetic(config)
     trainer = trainer_of(config.training)
@@ -198,13 +201,13 @@ def beyond(bounds: StopBounds, name: str, value: float) -> bool:
     return not (value >= limit if name in _LOWER else abs(value) <= limit)
 
 
-def crossed(bounds: StopBounds, history: Sequence[Mapping[str, float]]) -> Crossing | None:
+def first_crossing(bounds: StopBounds, history: Sequence[Mapping[str, float]]) -> Crossing | None:
     """The first bound that each of these consecutive steps was beyond.
 
     Raises UserError: no step measures what is bounded.
     """
     for name, limit in bounds.limits.items():
-        metric = BOUNDED[name].name
+        metric = BOUND_METRICS[name].name
         bound = f"alignment.stop.{name}"
         if metric not in history[-1]:
             raise UserError(

@@ -20,12 +20,12 @@ from fp8core.errors import UserError, first_line
 _CONNECT_SECONDS = 5.0
 
 # Ray has one connection a process: the address that the last one was made to.
-_joined: str | None = None
+_address: str | None = None
 
 
 def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
     """Connect to the cluster, or start one here; a connection that `ask_node` left serves again."""
-    global _joined
+    global _address
     # Its own lines would stand between ours; what ends a member is in our error.
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     own = settings.address is None
@@ -33,7 +33,7 @@ def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
     if settings.address not in (None, "auto"):
         _check_server(settings.address, setting)
     if ray.is_initialized():
-        if not own and settings.address == _joined:
+        if not own and settings.address == _address:
             return
         ray.shutdown()
     # A cluster of our own has as many places as the settings ask for: members compute one after another.
@@ -55,7 +55,7 @@ def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, sigterm)
-    _joined = settings.address
+    _address = settings.address
 
 
 def _check_server(address: str, setting: str) -> None:
@@ -72,7 +72,7 @@ def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, pa
     try:
         unit, total = checked_size(settings, tensor_parallel, wants_gpus)
         context = ray.get_runtime_context()
-        node = _told(context.gcs_address, context.get_job_id(), unit, settings.start_seconds, packages)
+        node = _find_node(context.gcs_address, context.get_job_id(), unit, settings.start_seconds, packages)
     except BaseException:
         ray.shutdown()
         raise
@@ -81,7 +81,7 @@ def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, pa
 
 # A connection has its own job.
 @lru_cache(maxsize=1)
-def _told(cluster: str, job: str, unit: str, seconds: float, packages: tuple[str, ...]) -> Node:
+def _find_node(cluster: str, job: str, unit: str, seconds: float, packages: tuple[str, ...]) -> Node:
     able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(unit, 0) >= 1]
     node = min(able, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
     # It takes no place, so that others may compute meanwhile, and sees every GPU. Its process is no member later,

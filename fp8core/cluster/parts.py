@@ -50,9 +50,9 @@ class EnginePart:
         if isinstance(self._engine, MemoryReader):
             self._engine.expect(layouts, scales, version)
 
-    def read(self, lent: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
+    def read(self, weights: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
         assert isinstance(self._engine, MemoryReader), "routes lead to memory for such engines alone"
-        self._engine.write(lent)
+        self._engine.write(weights)
         return self._engine.finish(scales, version)
 
     def receive(self, link: Link, layouts: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> SyncReport:
@@ -60,8 +60,8 @@ class EnginePart:
             whole = {name: tensor for part in link.receive(layouts) for name, tensor in part.items()}
             return self._engine.update(whole, scales, version)
         for part in link.receive(layouts):
-            with share_weights(part) as shared:
-                self._engine.write(shared)
+            with share_weights(part) as handles:
+                self._engine.write(handles)
             # Its memory is the next one's.
             part.clear()
         # The engine has the memory of what was received, where that was on its GPU.
@@ -137,8 +137,8 @@ class TrainerPart:
         read = FingerprintedTensors(masters, torch.device(entry.device(config.training)))
         self._trainer = entry.build(config, arch, read, ranks)
         self._read = read.prints
-        self._exported: dict[str, Tensor] = {}
-        self._lent = ExitStack()
+        self._export: dict[str, Tensor] = {}
+        self._shares = ExitStack()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of the trainer: its value where this is rank 0, None elsewhere."""
@@ -150,18 +150,18 @@ class TrainerPart:
 
     def scored_step(self, *arguments: Any) -> tuple[TrainReport, ScoredBatch | None]:
         assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
-        report, scored = self._trainer.scored_step(*arguments)
-        return report, scored if self._ranks.rank == 0 else None
+        report, scores = self._trainer.scored_step(*arguments)
+        return report, scores if self._ranks.rank == 0 else None
 
     def exported_policy(self) -> RankWeights:
         assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
-        weights: RankWeights = self._trainer.keep(ShippedTensors(self._exported))
+        weights: RankWeights = self._trainer.keep(ShippedTensors(self._export))
         return weights
 
     def logprobs_of(self, weights: RankWeights, *arguments: Any) -> ScoredBatch | None:
         assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
-        scored = self._trainer.logprobs_of(weights, *arguments)
-        return scored if self._ranks.rank == 0 else None
+        scores = self._trainer.logprobs_of(weights, *arguments)
+        return scores if self._ranks.rank == 0 else None
 
     def version(self) -> int:
         return self._trainer.version
@@ -179,24 +179,24 @@ class TrainerPart:
 
     def export(self) -> PolicyExport | None:
         """Make the weights for the engines and keep them until `release`; None where other ranks have them."""
-        shipped = self._trainer.export()
-        self._exported = tensors = {name: shipped[name] for name in shipped.keys()}  # noqa: SIM118
+        weights = self._trainer.export()
+        self._export = tensors = {name: weights[name] for name in weights.keys()}  # noqa: SIM118
         if not tensors:
             return None
-        return PolicyExport(shipped.digest(), specs_of(tensors), all(tensor.is_cuda for tensor in tensors.values()))
+        return PolicyExport(weights.digest(), specs_of(tensors), all(tensor.is_cuda for tensor in tensors.values()))
 
     def share_weights(self) -> SharedWeights:
         # Engines that wake on this GPU need the memory that torch only keeps.
         torch.cuda.empty_cache()
-        return self._lent.enter_context(share_weights(self._exported))
+        return self._shares.enter_context(share_weights(self._export))
 
     def send(self, link: Link) -> None:
         torch.cuda.empty_cache()
-        link.send(self._exported)
+        link.send(self._export)
 
     def release(self) -> None:
-        self._exported = {}
-        self._lent.close()
+        self._export = {}
+        self._shares.close()
         torch.cuda.empty_cache()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from fp8core.errors import UserError
 from fp8core.rollout.shared_weights import RECEIVED_BYTES, TensorSpec, specs_of
-from fp8core.training.ranks import Ranks, aligned
+from fp8core.training.ranks import Ranks, align
 from fp8core.training.trainer import shares
 
 # The caller ends the members that wait for one that is gone.
@@ -77,12 +77,12 @@ class Link:
         waiting = list[Piece]()
         for piece in _pieces(layouts):
             if waiting and sum(each.bytes for each in waiting) + piece.bytes > RECEIVED_BYTES:
-                yield self._received(waiting, layouts)
+                yield self._receive_tensors(waiting, layouts)
                 waiting = []
             waiting.append(piece)
-        yield self._received(waiting, layouts)
+        yield self._receive_tensors(waiting, layouts)
 
-    def _received(self, pieces: Sequence["Piece"], layouts: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    def _receive_tensors(self, pieces: Sequence["Piece"], layouts: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         sizes = [piece.bytes for piece in pieces]
         whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         tensors_by_name: dict[str, Tensor] = {}
@@ -106,7 +106,7 @@ def _pieces(layouts: Mapping[str, TensorSpec]) -> Iterator[Piece]:
     starts = dict[str, int]()
     bytes_in_part = 0
     for name, layout in layouts.items():
-        size = aligned(layout.bytes)
+        size = align(layout.bytes)
         if starts and bytes_in_part + size > _PIECE_BYTES:
             yield Piece(starts, bytes_in_part)
             starts = {}

@@ -29,7 +29,7 @@ from fp8core.store.manifest import current_code
 _PATIENCE_SECONDS = 10.0
 
 
-class MemberFailed(RuntimeError):
+class MemberError(RuntimeError):
     """The code of a process raised; the message names the process and holds its traceback."""
 
 
@@ -84,8 +84,8 @@ class WorkerGroup:
             raise
 
     def places(self) -> dict[str, dict[str, str | int | None]]:
-        shown = ("address", "gpu", "pid")
-        return {member.name: {key: vars(member.place)[key] for key in shown} for member in self._all}
+        fields = ("address", "gpu", "pid")
+        return {member.name: {key: vars(member.place)[key] for key in fields} for member in self._all}
 
     def call_all(self, members: Sequence[Handle], method: str, *arguments: Any) -> list[Any]:
         """The answers of some members to one call. All ranks get calls in one order, as their collectives pair."""
@@ -104,9 +104,9 @@ class WorkerGroup:
         pending = {call.ref: call.member for call in calls}
         while pending:
             if not failures:
-                ref = self.first_ended(pending)
-            elif done := ray.wait(list(pending), num_returns=1, timeout=_PATIENCE_SECONDS)[0]:
-                (ref,) = done
+                ref = self.next_result(pending)
+            elif ready := ray.wait(list(pending), num_returns=1, timeout=_PATIENCE_SECONDS)[0]:
+                (ref,) = ready
             else:
                 break
             try:
@@ -122,14 +122,14 @@ class WorkerGroup:
             raise failures[0]
         return [results[call.ref] for call in calls]
 
-    def first_ended(self, pending: Mapping[Any, Handle]) -> Any:
-        done, _ = ray.wait(list(pending), num_returns=1, timeout=self._answer_seconds)
-        if done:
-            return done[0]
+    def next_result(self, pending: Mapping[Any, Handle]) -> Any:
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=self._answer_seconds)
+        if ready:
+            return ready[0]
         silent = dict.fromkeys(f"{member.name}: {_where(member)}" for member in pending.values())
-        lost = MemberLost(f"{', '.join(silent)} gave no answer within cluster.answer_seconds={self._answer_seconds:g}")
-        self._end_members(lost)
-        raise lost
+        loss = MemberLost(f"{', '.join(silent)} gave no answer within cluster.answer_seconds={self._answer_seconds:g}")
+        self._end_members(loss)
+        raise loss
 
     def value(self, member: Handle, ref: Any) -> Any:
         try:
@@ -143,7 +143,7 @@ class WorkerGroup:
             if type(cause).__module__.startswith("fp8core.") or isinstance(cause, ValueError) or files:
                 raise cause from None
             text = str(error).strip()
-            raise MemberFailed(f"{member.name} failed: {last_line(text)}\n{text}") from None
+            raise MemberError(f"{member.name} failed: {last_line(text)}\n{text}") from None
         except RayActorError as error:
             if self._ended_by is not None:
                 raise self._ended_by from None
@@ -151,16 +151,16 @@ class WorkerGroup:
         except RayError as error:
             raise MemberLost(f"{member.name}: {_where(member)}: {first_line(error)}") from None
 
-    def check_shared(self, folder: Path) -> None:
+    def check_shared_folder(self, folder: Path) -> None:
         """Raises UserError: a member does not see what this process writes into the folder of a run."""
         # A file that a killed process leaves goes with its other temporary files (`durable.sweep`).
         probe = folder / f".shared.{uuid4().hex}.tmp"
         probe.touch()
         try:
-            seen = self.call_all(self._all, "sees", str(probe))
+            sightings = self.call_all(self._all, "sees", str(probe))
         finally:
             probe.unlink()
-        for member, sees_folder in zip(self._all, seen, strict=True):
+        for member, sees_folder in zip(self._all, sightings, strict=True):
             if not sees_folder:
                 raise UserError(f"cluster: {_where(member)} does not see {folder}; all nodes must share `runs`")
 
@@ -201,9 +201,9 @@ class WorkerGroup:
             self.ranks = members[: settings.ranks]
             self.engines = members[settings.ranks :]
         else:
-            shared = order[: min(settings.engines, settings.ranks)]
-            others = self._start({bundle: sizes[bundle] for bundle in shared}, unit, arguments)
-            fewer = [others[bundle] for bundle in shared]
+            shared_bundles = order[: min(settings.engines, settings.ranks)]
+            others = self._start({bundle: sizes[bundle] for bundle in shared_bundles}, unit, arguments)
+            fewer = [others[bundle] for bundle in shared_bundles]
             self.ranks, self.engines = (members, fewer) if settings.ranks >= settings.engines else (fewer, members)
         for role, handles in (("rank", self.ranks), ("engine", self.engines)):
             for i, member in enumerate(handles):
@@ -228,9 +228,9 @@ class WorkerGroup:
             raise UserError(f"cluster: a node cannot run this program: {last_line(str(error.cause))}") from error
         except RayError as error:
             raise UserError(f"cluster: a process did not start: {_reason(error)}") from error
-        started = {bundle: Handle(actors[bundle], place) for bundle, place in zip(actors, places, strict=True)}
-        self._all += started.values()
-        return started
+        handles = {bundle: Handle(actors[bundle], place) for bundle, place in zip(actors, places, strict=True)}
+        self._all += handles.values()
+        return handles
 
     def _end_members(self, reason: Exception | None = None) -> None:
         # Other threads may wait for them, and see no more than their end.

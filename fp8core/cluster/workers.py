@@ -42,7 +42,7 @@ class ReplicaError(RuntimeError):
 Value = TypeVar("Value")
 
 
-def agreed(members: Sequence[Handle], what: str, values: Sequence[Value]) -> Value:
+def common_value(members: Sequence[Handle], what: str, values: Sequence[Value]) -> Value:
     for member, value in zip(members, values, strict=True):
         if value != values[0]:
             raise ReplicaError(f"{member.name} and {members[0].name} hold {what}: {value} and {values[0]}")
@@ -52,13 +52,13 @@ def agreed(members: Sequence[Handle], what: str, values: Sequence[Value]) -> Val
 class RemoteWeights(dict[str, TensorSpec]):
     """Layouts of weights that wait in ranks of a trainer; `on_gpu`: ranks that have all of them on their GPU."""
 
-    def __init__(self, exported: Sequence[PolicyExport | None], key: str) -> None:
-        first = exported[0]
+    def __init__(self, exports: Sequence[PolicyExport | None], key: str) -> None:
+        first = exports[0]
         assert first is not None, "rank 0 has the whole policy"
         super().__init__(first.layouts)
         self.key = key
         self._digest = first.digest
-        self.on_gpu = [rank for rank, each in enumerate(exported) if each is not None and each.on_gpu]
+        self.on_gpu = [rank for rank, each in enumerate(exports) if each is not None and each.on_gpu]
 
     def digest(self) -> str:
         return self._digest
@@ -169,7 +169,7 @@ class ReplicatedEngine:
             if self._workers.alive:
                 self._workers.call_all(ranks, "call", tensors.key, "release")
         for part in ("version", "digest", "scales"):
-            agreed(self._members, f"another {part}", [getattr(report, part) for report in reports])
+            common_value(self._members, f"another {part}", [getattr(report, part) for report in reports])
         return reports[0]
 
     def _take(
@@ -181,12 +181,14 @@ class ReplicatedEngine:
         # Engines need the memory of weights that none of them reads.
         senders = {route.rank for route in routes}
         gather([rank.send("call", key, "release") for i, rank in enumerate(ranks) if i not in senders])
-        lent = dict(zip(lenders, gather([ranks[i].send("call", key, "share_weights") for i in lenders]), strict=True))
+        handles = dict(
+            zip(lenders, gather([ranks[i].send("call", key, "share_weights") for i in lenders]), strict=True)
+        )
         sends = list[Call]()
         takes = dict[int, Call]()
         for engine, rank, path in routes:
             if path == "memory":
-                takes[engine] = self._members[engine].send("call", self._key, "read", lent[rank], *policy)
+                takes[engine] = self._members[engine].send("call", self._key, "read", handles[rank], *policy)
         for path in BROADCASTS:
             if engines := [route.engine for route in routes if route.path == path]:
                 link = self._link(path, engines)
@@ -212,10 +214,10 @@ class ReplicatedEngine:
 
     def fingerprint(self) -> str:
         fingerprints: list[str] = self._workers.gather(self._ask("fingerprint"))
-        return agreed(self._members, "other weights", fingerprints)
+        return common_value(self._members, "other weights", fingerprints)
 
     def describe(self) -> dict[str, object]:
-        return agreed(self._members, "other formats", self._workers.gather(self._ask("describe")))
+        return common_value(self._members, "other formats", self._workers.gather(self._ask("describe")))
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         yield from self.open_session(sampling).generate(groups)
@@ -272,7 +274,7 @@ class ReplicatedSession(Session):
             calls = sum(other is member for other in self._waiting.values())
             for _ in range(calls, _AHEAD if requests else 0):
                 self._send(member, "step")
-        ended = self._workers.first_ended(self._waiting)
+        ended = self._workers.next_result(self._waiting)
         member = self._waiting.pop(ended)
         (finished,) = self._workers.gather([Call(member, ended)])
         completions: list[Completion] = finished or []
@@ -327,15 +329,15 @@ class RankedTrainer:
         return cast(KvStatistics, self._call("statistics", batch))
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> TrainReport:
-        return self._learnt(self._by_all("step", batch, temperature, scales))
+        return self._common_report(self._by_all("step", batch, temperature, scales))
 
     def scored_step(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]
     ) -> tuple[TrainReport, ScoredBatch]:
         results = self._by_all("scored_step", batch, temperature, scales)
-        return self._learnt([report for report, _ in results]), results[0][1]
+        return self._common_report([report for report, _ in results]), results[0][1]
 
-    def keep(self, shipped: EngineWeights) -> str:
+    def keep(self, engine_weights: EngineWeights) -> str:
         key = f"{self._key}, kept {next(self._numbers)}"
         self._workers.call_all(self._workers.ranks, "build", key, TrainerPart.exported_policy, (self._key,))
         return key
@@ -352,9 +354,11 @@ class RankedTrainer:
             self._workers.call_all(self._workers.ranks, "call_with_part", self._key, "logprobs_of", key, *shared)[0],
         )
 
-    def _learnt(self, reports: Sequence[TrainReport]) -> TrainReport:
+    def _common_report(self, reports: Sequence[TrainReport]) -> TrainReport:
         report = reports[0]
-        agreed(self._workers.ranks, f"other weights after update {report.version}", [each.digest for each in reports])
+        common_value(
+            self._workers.ranks, f"other weights after update {report.version}", [each.digest for each in reports]
+        )
         self.version = report.version
         return report
 
@@ -362,15 +366,15 @@ class RankedTrainer:
         return cast("dict[str, object]", self._call("describe"))
 
     def export(self) -> RemoteWeights:
-        exported = self._by_all("export")
-        weights = RemoteWeights(exported, self._key)
-        digests = [weights.digest() if export is None else export.digest for export in exported]
-        agreed(self._workers.ranks, "other exported weights", digests)
+        exports = self._by_all("export")
+        weights = RemoteWeights(exports, self._key)
+        digests = [weights.digest() if export is None else export.digest for export in exports]
+        common_value(self._workers.ranks, "other exported weights", digests)
         return weights
 
     def digest(self) -> str:
         digests: list[str] = self._by_all("digest")
-        return agreed(self._workers.ranks, "other weights", digests)
+        return common_value(self._workers.ranks, "other weights", digests)
 
     def save(self, folder: Path) -> None:
         self._call("save", folder)

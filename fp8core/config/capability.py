@@ -73,9 +73,12 @@ def this_node(packages: Iterable[str] = ()) -> Node:
     return Node(this_platform(), torch.cuda.device_count(), gpu, memory, versions)
 
 
-def check_contract(contract: PrecisionContract, platform: str, corrected: bool) -> None:
+def check_contract(contract: PrecisionContract, platform: str, has_correction: bool) -> None:
     """Refuse a contract that the platform cannot keep, or whose sides differ with nothing to correct for it."""
-    refuse(f"precision.{each}" for each in (*_beyond_hardware(contract, platform), *_unlike_sides(contract, corrected)))
+    refuse(
+        f"precision.{each}"
+        for each in (*_beyond_hardware(contract, platform), *_unlike_sides(contract, has_correction))
+    )
 
 
 def _beyond_hardware(contract: PrecisionContract, platform: str) -> Iterator[str]:
@@ -87,13 +90,13 @@ def _beyond_hardware(contract: PrecisionContract, platform: str) -> Iterator[str
             yield f"{side}.kv_cache=fp8: {platform} has no FP8 attention; set it to bf16"
 
 
-def _unlike_sides(contract: PrecisionContract, corrected: bool) -> Iterator[str]:
+def _unlike_sides(contract: PrecisionContract, has_correction: bool) -> Iterator[str]:
     unlike = [
         f"{part} {ours}/{theirs}"
         for part in ("linear", "kv_cache", "head")
         if (ours := getattr(contract.rollout, part)) != (theirs := getattr(contract.training, part))
     ]
-    if unlike and not corrected and not contract.accept_mismatch:
+    if unlike and not has_correction and not contract.accept_mismatch:
         yield (
             f"rollout and precision.training: they differ in {', '.join(unlike)} and correction.method=none leaves "
             "that uncorrected; make them equal, correct for it, or set precision.accept_mismatch=true"

@@ -25,7 +25,7 @@ class ClusterConfig(Section):
     replacements: int = Field(3, ge=0, le=1000, description="How often lost processes are replaced before a run fails.")
 
     @property
-    def used(self) -> bool:
+    def is_used(self) -> bool:
         """Engines and ranks are processes of their own."""
         several = self.engines > 1 or self.ranks > 1 or self.placement == "separate"
         return self.address is not None or several
@@ -36,8 +36,8 @@ class ClusterConfig(Section):
             return [1] * max(self.engines, self.ranks)
         return [1] * self.ranks + [tensor_parallel] * self.engines
 
-    def too_small(self, tensor_parallel: int, unit: str, found: str) -> str:
+    def too_small(self, tensor_parallel: int, unit: str, available: str) -> str:
         """The refusal of a place with fewer GPUs, or processors, than the sum of `bundles`."""
-        shared = f", {tensor_parallel} {unit}s an engine" if tensor_parallel > 1 else ""
-        asked = f"cluster.engines={self.engines}, ranks={self.ranks}, placement={self.placement}{shared}"
-        return f"{asked}: {sum(self.bundles(tensor_parallel))} {unit}s are needed, {found}"
+        per_engine = f", {tensor_parallel} {unit}s an engine" if tensor_parallel > 1 else ""
+        settings = f"cluster.engines={self.engines}, ranks={self.ranks}, placement={self.placement}{per_engine}"
+        return f"{settings}: {sum(self.bundles(tensor_parallel))} {unit}s are needed, {available}"

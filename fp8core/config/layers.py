@@ -106,33 +106,35 @@ def _is_named_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(step_name, value))
 
 
-def stacked(layers: Iterable[Layer]) -> Layer:
+def stack(layers: Iterable[Layer]) -> Layer:
     """The lowest first, each with its edits of the pipeline carried out.
 
     Raises UserError: an edit or a mapping over steps names what is not there.
     """
     tree: dict[str, Any] = {}
     places: dict[str, str] = {}
-    for values, written in layers:
+    for values, place_of in layers:
         if isinstance(services := values.get("tracking"), list):
             values = {**values, "tracking": {"services": services}}
-            written = {**written, "tracking.services": written["tracking"]}
+            place_of = {**place_of, "tracking.services": place_of["tracking"]}
         edits: dict[str, Any] = {}
         if isinstance(pipeline := values.get("pipeline"), Mapping):
             edits = {edit: pipeline[edit] for edit in EDITS if edit in pipeline}
             values = {**values, "pipeline": {key: value for key, value in pipeline.items() if key not in edits}}
-            known = [*PipelineConfig.model_fields, *EDITS]
-            for key in values["pipeline"].keys() - known:
-                raise UserError(f"pipeline.{key}: unknown key; {suggestion(key, known)} ({written[f'pipeline.{key}']})")
-        tree, places = _merged(tree, values, "", written), places | written
-        for edit, asked in edits.items():
-            before, place = dict(nodes(tree)), written[f"pipeline.{edit}"]
+            known_keys = [*PipelineConfig.model_fields, *EDITS]
+            for key in values["pipeline"].keys() - known_keys:
+                raise UserError(
+                    f"pipeline.{key}: unknown key; {suggestion(key, known_keys)} ({place_of[f'pipeline.{key}']})"
+                )
+        tree, places = _merge(tree, values, "", place_of), places | place_of
+        for edit, value in edits.items():
+            before, place = dict(nodes(tree)), place_of[f"pipeline.{edit}"]
             try:
-                tree["pipeline"]["steps"] = _edited(tree["pipeline"].get("steps"), edit, asked)
+                tree["pipeline"]["steps"] = _apply_edit(tree["pipeline"].get("steps"), edit, value)
             except UserError as error:
                 raise UserError(f"{error} ({place})") from error
-            changed = (key for key, value in nodes(tree) if key not in before or before[key] != value)
-            places |= dict.fromkeys(changed, place)
+            changed_keys = (key for key, value in nodes(tree) if key not in before or before[key] != value)
+            places |= dict.fromkeys(changed_keys, place)
         # A port that a list named, and a value of a mapping that was replaced, are no keys any more.
         present = {key for key, _ in nodes(tree)}
         places = {key: place for key, place in places.items() if key in present}
@@ -144,7 +146,7 @@ _FREE = ("options", "with")
 drop them."""
 
 
-def _merged(below: Any, above: Any, key: str, places: Mapping[str, str]) -> Any:
+def _merge(below: Any, above: Any, key: str, places: Mapping[str, str]) -> Any:
     if not isinstance(above, Mapping):
         return above
     if _is_named_list(below):
@@ -153,11 +155,11 @@ def _merged(below: Any, above: Any, key: str, places: Mapping[str, str]) -> Any:
             if name not in names:
                 place = places[f"{key}.{name}"]
                 raise UserError(f"{key}.{name}: there is no step {name}; {suggestion(name, names)} ({place})")
-        return [_merged(item, above.get(item["name"], {}), f"{key}.{item['name']}", places) for item in below]
+        return [_merge(item, above.get(item["name"], {}), f"{key}.{item['name']}", places) for item in below]
     result = dict(below) if isinstance(below, Mapping) else {}
     for part, value in above.items():
         under = None if part in _FREE and value == {} else result.get(part)
-        result[part] = _merged(under, value, f"{key}.{part}" if key else part, places)
+        result[part] = _merge(under, value, f"{key}.{part}" if key else part, places)
     return result
 
 
@@ -170,10 +172,10 @@ EDITS = {
 """Edits of the pipeline, in the order in which they are carried out, with their form."""
 
 
-def _edited(below: Any, edit: str, asked: Any) -> list[dict[str, Any]]:
+def _apply_edit(below: Any, edit: str, value: Any) -> list[dict[str, Any]]:
     if not _is_named_list(below):
         raise UserError("pipeline: there are no named steps to edit")
-    if not _is_well_formed(edit, asked):
+    if not _is_well_formed(edit, value):
         raise UserError(f"pipeline.{edit}: {EDITS[edit]}")
     steps = list(below)
 
@@ -184,31 +186,31 @@ def _edited(below: Any, edit: str, asked: Any) -> list[dict[str, Any]]:
         return names.index(name)
 
     if edit == "replace":
-        for name, step in asked.items():
+        for name, step in value.items():
             steps[index(name)] = {"name": name, **step}
     elif edit == "insert":
-        for item in asked if isinstance(asked, list) else [asked]:
+        for item in value if isinstance(value, list) else [value]:
             side = "after" if "after" in item else "before"
             steps.insert(index(item[side]) + (side == "after"), item["step"])
     elif edit == "remove":
-        for name in asked:
+        for name in value:
             del steps[index(name)]
     else:
-        for name, ports in asked.items():
-            written = steps[index(name)].get("needs", [])
-            needs = dict(written) if isinstance(written, Mapping) else {port: port for port in written}
+        for name, ports in value.items():
+            old_needs = steps[index(name)].get("needs", [])
+            needs = dict(old_needs) if isinstance(old_needs, Mapping) else {port: port for port in old_needs}
             steps[index(name)] = {**steps[index(name)], "needs": needs | ports}
     return steps
 
 
-def _is_well_formed(edit: str, asked: Any) -> bool:
+def _is_well_formed(edit: str, value: Any) -> bool:
     if edit == "remove":
-        return isinstance(asked, list)
+        return isinstance(value, list)
     if edit != "insert":
-        return isinstance(asked, Mapping) and all(isinstance(value, Mapping) for value in asked.values())
+        return isinstance(value, Mapping) and all(isinstance(value, Mapping) for value in value.values())
     return all(
         isinstance(item, Mapping)
         and item.keys() in ({"after", "step"}, {"before", "step"})
         and step_name(item["step"]) is not None
-        for item in (asked if isinstance(asked, list) else [asked])
+        for item in (value if isinstance(value, list) else [value])
     )

@@ -13,14 +13,14 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
-from fp8core.config.layers import Layer, layer_of, leaves, nodes, parse_yaml, stacked
+from fp8core.config.layers import Layer, layer_of, leaves, nodes, parse_yaml, stack
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.section import refusal
-from fp8core.errors import StoredFileError, UserError, meant, nearest, without_passwords
+from fp8core.errors import StoredFileError, UserError, did_you_mean, nearest, without_passwords
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
-SHIPPED = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # Settings that may differ between two runs that compute the same numbers.
 NON_NUMERIC_KEYS = (
     *("steps", "run", "runs", "alignment", "checkpoint", "artifacts", "replay", "tracking", "cluster", "parity"),
@@ -39,23 +39,23 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
             "model: not set, and there is no architecture to build; add the checkpoint to train, a folder or a hub id: "
             "--set model=FOLDER_OR_HUB_ID"
         )
-    return _validated(tree)
+    return _validate(tree)
 
 
-def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ()) -> RunConfig:
+def reload_config(content: Mapping[str, JsonValue], overrides: Overrides = ()) -> RunConfig:
     """From a run.json (`public_dump`). Raises StoredFileError: it is damaged."""
-    stored = layer_of(described, "run.json")
+    layer = layer_of(content, "run.json")
     try:
-        begun = _validated(stored)
+        config = _validate(layer)
     except UserError as error:
         raise StoredFileError(f"run.json: config: {error}") from error
-    return _validated(stacked([stored, *_override_layers(overrides)])) if overrides else begun
+    return _validate(stack([layer, *_override_layers(overrides)])) if overrides else config
 
 
 def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
     """Dotted key -> `file:line`, `--set`, `overrides` or `default`."""
-    written = _tree(name_or_path, overrides).places
-    return {key: written.get(key, "default") for key in leaves(public_dump(load_config(name_or_path, overrides)))}
+    places = _tree(name_or_path, overrides).places
+    return {key: places.get(key, "default") for key in leaves(public_dump(load_config(name_or_path, overrides)))}
 
 
 def config_digest(config: RunConfig) -> str:
@@ -106,12 +106,12 @@ def shipped_names() -> list[str]:
     """Names of the configurations that come with the package; a file without `name:` is only a base for others."""
     return [
         path.stem
-        for path in sorted(SHIPPED.glob("*.yaml"))
+        for path in sorted(CONFIGS.glob("*.yaml"))
         if re.search("^name:", path.read_text("utf-8"), re.MULTILINE)
     ]
 
 
-def _validated(tree: Layer) -> RunConfig:
+def _validate(tree: Layer) -> RunConfig:
     try:
         # JSON mode, so that a path may be a string while every other type is strict.
         config = RunConfig.model_validate_json(json.dumps(tree.values, default=os.fspath), strict=True)
@@ -128,17 +128,17 @@ def _validated(tree: Layer) -> RunConfig:
 
 def _tree(name_or_path: str, overrides: Overrides) -> Layer:
     path = _locate(name_or_path)
-    tree = stacked([*_file_layers(path), *_override_layers(overrides)])
-    if path.resolve().parent == SHIPPED and tree.values.get("name") is None:
-        shipped = ", ".join(shipped_names())
-        raise UserError(f"configuration {name_or_path}: only a base for others; shipped: {shipped}")
+    tree = stack([*_file_layers(path), *_override_layers(overrides)])
+    if path.resolve().parent == CONFIGS and tree.values.get("name") is None:
+        names = ", ".join(shipped_names())
+        raise UserError(f"configuration {name_or_path}: only a base for others; shipped: {names}")
     return tree
 
 
 def _locate(name_or_path: str) -> Path:
     # Anything else is a path.
     bare = re.fullmatch(r"[\w-]*", name_or_path)
-    path = SHIPPED / f"{name_or_path}.yaml" if bare else Path(name_or_path)
+    path = CONFIGS / f"{name_or_path}.yaml" if bare else Path(name_or_path)
     if path.is_file():
         return path
     kind = "shipped configuration" if bare else "file"
@@ -157,10 +157,10 @@ def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Layer]:
     if not isinstance(base, str):
         raise UserError(f"{place}: base: must be one file or shipped name")
     chain = (*readers, path.resolve())
-    choices = (path.parent / base, SHIPPED / base, SHIPPED / f"{base}.yaml")
+    choices = (path.parent / base, CONFIGS / base, CONFIGS / f"{base}.yaml")
     below = next((choice.resolve() for choice in choices if choice.is_file()), None)
     if below is None:
-        near = meant(base, [*shipped_names(), *(beside.name for beside in path.parent.glob("*.yaml"))])
+        near = did_you_mean(base, [*shipped_names(), *(beside.name for beside in path.parent.glob("*.yaml"))])
         missing = f"there is no file {base} in {path.parent} and no shipped one of this name"
         raise UserError(f"{place}: base: {missing}{near}")
     if below in chain:
@@ -169,13 +169,13 @@ def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Layer]:
 
 
 def _file_layer(path: Path) -> Layer:
-    shown = f"configs/{path.relative_to(SHIPPED)}" if path.is_relative_to(SHIPPED) else str(path)
+    label = f"configs/{path.relative_to(CONFIGS)}" if path.is_relative_to(CONFIGS) else str(path)
     try:
-        values, places = parse_yaml(path.read_text("utf-8"), shown)
+        values, places = parse_yaml(path.read_text("utf-8"), label)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{shown}: cannot be read: {error}") from error
+        raise UserError(f"{label}: cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{shown}: must hold a mapping of keys")
+        raise UserError(f"{label}: must hold a mapping of keys")
     return Layer(values, places)
 
 
@@ -199,10 +199,10 @@ def _override_layers(overrides: Overrides) -> list[Layer]:
     return layers
 
 
-def _override_layer(dotted: str, value: Any, place: str) -> Layer:
-    parts = dotted.split(".")
+def _override_layer(key: str, value: Any, place: str) -> Layer:
+    parts = key.split(".")
     if not all(parts):
-        raise UserError(f"{place} {dotted}: the key has an empty part")
+        raise UserError(f"{place} {key}: the key has an empty part")
     for part in reversed(parts):
         value = {part: value}
     return layer_of(value, place)

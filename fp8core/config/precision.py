@@ -73,12 +73,12 @@ class PrecisionContract(Section):
         return self.recipe.attention if side.kv_cache == "fp8" else side.kv_cache
 
 
-_Unbounded = Literal["none"] | None
-Error = Annotated[float, Field(ge=1, le=1e6)] | _Unbounded
-Distance = Annotated[float, Field(ge=0, le=1e9)] | _Unbounded
-Share = Annotated[float, Field(ge=0, le=1)] | _Unbounded
-Slope = Annotated[float, Field(ge=-1e6, le=1e6)] | _Unbounded
-Count = Annotated[int, Field(ge=0)] | _Unbounded
+_NoBound = Literal["none"] | None
+Error = Annotated[float, Field(ge=1, le=1e6)] | _NoBound
+Distance = Annotated[float, Field(ge=0, le=1e9)] | _NoBound
+Share = Annotated[float, Field(ge=0, le=1)] | _NoBound
+Slope = Annotated[float, Field(ge=-1e6, le=1e6)] | _NoBound
+Count = Annotated[int, Field(ge=0)] | _NoBound
 
 
 class StopConfig(Section):

@@ -284,13 +284,13 @@ def _episode_problems(config: RunConfig) -> Iterator[str]:
     if (environment := config.environment) is None:
         return
     pipeline, rollout = config.pipeline, config.rollout
-    excluded = {
+    conflicts = {
         # Whole steps are played beside an update; environment.max_concurrent_episodes limits episodes.
         "pipeline.max_inflight_prompts": pipeline.mode == "one_step_off" and pipeline.max_inflight_prompts is not None,
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
     }
-    for setting in (setting for setting, is_set in excluded.items() if is_set):
+    for setting in (setting for setting, is_set in conflicts.items() if is_set):
         yield f"environment.name={environment.name}: no episodes with {setting}; unset one of both"
 
 
@@ -331,8 +331,8 @@ def own_code(config: RunConfig) -> dict[str, str]:
 
     A Ray cluster and its driver send each other pickled objects: each can run code on the other.
     """
-    named = {f"pipeline.steps.{step.name}.uses": step.uses for step in config.pipeline.steps}
-    found = {key: path for key, path in named.items() if not is_shipped(path)}
+    code_paths = {f"pipeline.steps.{step.name}.uses": step.uses for step in config.pipeline.steps}
+    own_paths = {key: path for key, path in code_paths.items() if not is_shipped(path)}
     choices = (
         ("reward.verifier", config.reward.verifier, SHIPPED_VERIFIERS),
         ("loss.policy", config.loss.policy, SHIPPED_LOSSES),
@@ -343,5 +343,5 @@ def own_code(config: RunConfig) -> dict[str, str]:
         *((f"reward.others.{other.name}", other.verifier, SHIPPED_VERIFIERS) for other in config.reward.others),
     )
     if config.cluster.address is not None:
-        found[CLUSTER] = config.cluster.address
-    return found | {key: path for key, path, shipped in choices if path not in shipped}
+        own_paths[CLUSTER] = config.cluster.address
+    return own_paths | {key: path for key, path, builtin_paths in choices if path not in builtin_paths}

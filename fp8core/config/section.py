@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from fp8core.errors import UserError, meant, nearest
+from fp8core.errors import UserError, did_you_mean, nearest
 
 UserPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 """A path of this machine; `~/` is the user's home folder, as in a shell."""
@@ -25,22 +25,22 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
-def choice_of(shipped: Collection[str], kind: str) -> AfterValidator:
+def choice_of(names: Collection[str], kind: str) -> AfterValidator:
     """For a name that is shipped, or a path of the user's own `kind` of code."""
 
     def check(name: str) -> str:
-        if name not in shipped and re.fullmatch(r".+:[^\W\d]\w*", name) is None:
+        if name not in names and re.fullmatch(r".+:[^\W\d]\w*", name) is None:
             own = f"(module:{kind} or path/to/file.py:{kind})"
-            listed = f"{name} is none of {', '.join(shipped)}, and no {kind.lower()} of your own {own}"
-            raise ValueError(listed + meant(name, shipped))
+            problem = f"{name} is none of {', '.join(names)}, and no {kind.lower()} of your own {own}"
+            raise ValueError(problem + did_you_mean(name, names))
         return name
 
     return AfterValidator(check)
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, words: Iterable[str]) -> str:
     """A close match, else all that is known."""
-    choices = list(known)
+    choices = list(words)
     if (close := nearest(word, choices)) is not None:
         return f"did you mean {close}?"
     return f"known here: {', '.join(choices)}" if choices else "none is known here"
@@ -49,17 +49,17 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def refusal(
     error: ValidationError,
     model: type[BaseModel],
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     prefix: str = "",
     places: Mapping[str, str] | None = None,
 ) -> UserError:
-    """Pydantic's errors about `given` as one line: the first mistake, where it was written, how many more there are.
+    """Pydantic's errors about `values` as one line: the first mistake, where it was written, how many more there are.
 
     `places`: dotted key -> the file and line, or the override, that set it.
     """
     # A misspelt key also leaves its field missing: the spelling is the mistake to report.
     details = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
-    keys = [_dotted(item, given) for item in details]
+    keys = [_key_of(item, values) for item in details]
     key = keys[0]
     first = details[0]
     place = ".".join(part for part in (prefix, key) if part)
@@ -74,10 +74,10 @@ def refusal(
     return UserError(line + (f" ({origin})" if origin else "") + (f" (and {more} more)" if more else ""))
 
 
-def _dotted(error: ErrorDetails, given: Mapping[str, Any]) -> str:
+def _key_of(error: ErrorDetails, values: Mapping[str, Any]) -> str:
     """The key as a user writes it: steps by name, without the branches of unions that pydantic adds."""
     parts: list[str] = []
-    value: Any = given
+    value: Any = values
     for part in error["loc"]:
         if isinstance(part, int) and isinstance(value, list):
             value = value[part]
@@ -105,25 +105,25 @@ def _reason(error: ErrorDetails, model: type[BaseModel]) -> str:
         return "missing"
     if error["type"] == "value_error":
         return error["msg"].removeprefix("Value error, ")
-    wanted = error["msg"].partition(" should ")[2] or error["msg"]
-    wanted = wanted.replace("an object", "a mapping").replace("a valid array", "a list")
-    reason = f"must {wanted}, got {_shown(error['input'])}"
+    expected = error["msg"].partition(" should ")[2] or error["msg"]
+    expected = expected.replace("an object", "a mapping").replace("a valid array", "a list")
+    reason = f"must {expected}, got {_value_text(error['input'])}"
     if error["type"] == "literal_error" and isinstance(error["input"], str):
-        reason += meant(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]))
+        reason += did_you_mean(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]))
     return reason
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _known_keys(model: type[BaseModel], section: Sequence[int | str]) -> list[str]:
     for part in section:
-        nested = [
+        section_keys = [
             _model_in(info.annotation) for name, info in model.model_fields.items() if part == (info.alias or name)
         ]
-        model = next((each for each in nested if each is not None), model)
+        model = next((each for each in section_keys if each is not None), model)
     return [info.alias or name for name, info in model.model_fields.items()]
 
 
@@ -132,8 +132,8 @@ def places_of(model: type[BaseModel], word: str, prefix: str = "") -> Iterator[s
         key = f"{prefix}{info.alias or name}"
         if word == (info.alias or name):
             yield key
-        if (nested := _model_in(info.annotation)) is not None:
-            yield from places_of(nested, word, f"{key}.")
+        if (section := _model_in(info.annotation)) is not None:
+            yield from places_of(section, word, f"{key}.")
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

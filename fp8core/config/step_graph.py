@@ -33,10 +33,16 @@ class StepGraph:
     steps: tuple[PlannedStep, ...]
     carries: Mapping[str, str]
 
-    def ready(self, done: set[str]) -> list[PlannedStep]:
-        """Steps, not in `done`, that need only what those provide and what is carried."""
-        available = set(self.carries).union(*(step.outputs.values() for step in self.steps if step.name in done))
-        return [step for step in self.steps if step.name not in done and available.issuperset(step.inputs.values())]
+    def ready(self, finished_names: set[str]) -> list[PlannedStep]:
+        """Steps, not in `finished_names`, that need only what those provide and what is carried."""
+        available = set(self.carries).union(
+            *(step.outputs.values() for step in self.steps if step.name in finished_names)
+        )
+        return [
+            step
+            for step in self.steps
+            if step.name not in finished_names and available.issuperset(step.inputs.values())
+        ]
 
     def artifact_of(self, port: str) -> str:
         """The artifact of the first step that has an output port of this name."""
@@ -44,11 +50,11 @@ class StepGraph:
 
     def levels(self) -> list[list[PlannedStep]]:
         """Steps by the earliest moment at which they can start."""
-        done: set[str] = set()
+        finished_names: set[str] = set()
         levels: list[list[PlannedStep]] = []
-        while level := self.ready(done):
+        while level := self.ready(finished_names):
             levels.append(level)
-            done |= {step.name for step in level}
+            finished_names |= {step.name for step in level}
         return levels
 
 
@@ -63,35 +69,35 @@ def check_pipeline(
     `carried_kinds`: of artifacts before the first iteration. Raises UserError, with the place and the reason.
     """
     names = [step.name for step in pipeline.steps]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"step {repeated[0]}: two steps have this name")
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"step {duplicates[0]}: two steps have this name")
     present = {step.name: step for step in pipeline.steps if step.when is None or step.when in features}
     steps = [_connect(step, resolve, features) for step in present.values()]
     handed_over = {start: step.outputs[port] for step in steps for start, port in step.spec.carries.items()}
     carries = {**pipeline.carries, **handed_over}
     producers = _producers(steps, carries)
     kinds = {artifact: step.spec.outputs[port] for step in steps for port, artifact in step.outputs.items()}
-    _check_carried(carries, carried_kinds, kinds)
+    _check_carries(carries, carried_kinds, kinds)
     kinds |= {artifact: carried_kinds[artifact] for artifact in carries}
     steps = [_connect_optional(step, present[step.name].inputs(), kinds) for step in steps]
     for step in steps:
         _check_inputs(step, kinds)
-    return StepGraph(tuple(_ordered(steps, producers)), carries)
+    return StepGraph(tuple(_in_order(steps, producers)), carries)
 
 
 def _connect(step: StepConfig, resolve: Callable[[str], StepSpec], features: Collection[Feature]) -> PlannedStep:
     try:
-        declared = resolve(step.uses)
+        function = resolve(step.uses)
     except UserError as error:
         raise UserError(f"step {step.name}: {error}") from error
-    every = declared.under(get_args(Feature))
-    spec = declared.under(features)
+    every = function.under(get_args(Feature))
+    spec = function.under(features)
     needs = step.inputs()
     _check_port_names(step.name, "input", needs, every.input_kinds)
     _check_port_names(step.name, "output", step.provides, every.outputs)
-    by_name = {port: port for port in spec.inputs if port not in declared.inputs}
-    named = {port: artifact for port, artifact in {**by_name, **needs}.items() if port in spec.input_kinds}
-    inputs = {port: artifact for port, artifact in named.items() if artifact is not None}
+    by_name = {port: port for port in spec.inputs if port not in function.inputs}
+    artifacts = {port: artifact for port, artifact in {**by_name, **needs}.items() if port in spec.input_kinds}
+    inputs = {port: artifact for port, artifact in artifacts.items() if artifact is not None}
     missing = [port for port in spec.inputs if port not in inputs]
     if missing:
         raise UserError(f"step {step.name}: needs does not name the required input {missing[0]}")
@@ -107,10 +113,10 @@ def _connect_optional(step: PlannedStep, needs: Collection[str], kinds: Mapping[
     return replace(step, inputs={**step.inputs, **ports})
 
 
-def _check_port_names(step: str, direction: str, ports: Iterable[str], known: Mapping[str, str]) -> None:
+def _check_port_names(step: str, direction: str, ports: Iterable[str], spec_ports: Mapping[str, str]) -> None:
     for port in ports:
-        if port not in known:
-            raise UserError(f"step {step}: it has no {direction} port {port}; {suggestion(port, known)}")
+        if port not in spec_ports:
+            raise UserError(f"step {step}: it has no {direction} port {port}; {suggestion(port, spec_ports)}")
 
 
 def _options(step: StepConfig, spec: StepSpec) -> BaseModel:
@@ -135,7 +141,7 @@ def _producers(steps: Sequence[PlannedStep], carries: Mapping[str, str]) -> dict
     return producers
 
 
-def _check_carried(carries: Mapping[str, str], carried_kinds: Mapping[str, str], kinds: Mapping[str, str]) -> None:
+def _check_carries(carries: Mapping[str, str], carried_kinds: Mapping[str, str], kinds: Mapping[str, str]) -> None:
     for start, end in carries.items():
         place = f"pipeline.carries.{start}"
         if start not in carried_kinds:
@@ -151,14 +157,14 @@ def _check_carried(carries: Mapping[str, str], carried_kinds: Mapping[str, str],
 def _check_inputs(step: PlannedStep, kinds: Mapping[str, str]) -> None:
     for port, artifact in step.inputs.items():
         place = f"step {step.name}: input {port}"
-        wanted = step.spec.input_kinds[port]
+        kind = step.spec.input_kinds[port]
         if artifact not in kinds:
             raise UserError(f"{place}: there is no artifact {artifact}; {suggestion(artifact, kinds)}")
-        if kinds[artifact] != wanted:
-            raise UserError(f"{place} wants kind {wanted}, but artifact {artifact} is of kind {kinds[artifact]}")
+        if kinds[artifact] != kind:
+            raise UserError(f"{place} wants kind {kind}, but artifact {artifact} is of kind {kinds[artifact]}")
 
 
-def _ordered(steps: Sequence[PlannedStep], producers: Mapping[str, PlannedStep]) -> list[PlannedStep]:
+def _in_order(steps: Sequence[PlannedStep], producers: Mapping[str, PlannedStep]) -> list[PlannedStep]:
     """In topological order; of those that could come next, the first one in the configuration does."""
     needs = {
         step.name: {producers[artifact].name for artifact in step.inputs.values() if artifact in producers}
@@ -168,8 +174,8 @@ def _ordered(steps: Sequence[PlannedStep], producers: Mapping[str, PlannedStep])
         TopologicalSorter(needs).prepare()
     except CycleError as error:
         raise UserError(f"pipeline: cycle {' -> '.join(error.args[1])}") from None
-    ordered: dict[str, PlannedStep] = {}
-    while len(ordered) < len(steps):
-        free = next(step for step in steps if step.name not in ordered and needs[step.name] <= ordered.keys())
-        ordered[free.name] = free
-    return list(ordered.values())
+    order: dict[str, PlannedStep] = {}
+    while len(order) < len(steps):
+        free = next(step for step in steps if step.name not in order and needs[step.name] <= order.keys())
+        order[free.name] = free
+    return list(order.values())

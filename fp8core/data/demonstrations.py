@@ -29,7 +29,7 @@ class TokenisedDemonstration:
     policy_mask: Sequence[bool] | None = None
 
 
-def demonstrated(rows: Sequence[TokenisedDemonstration]) -> TokenBatch:
+def demonstration_batch(rows: Sequence[TokenisedDemonstration]) -> TokenBatch:
     batch = TokenBatch.of([row.prompt for row in rows], [row.completion for row in rows])
     for place, row in enumerate(rows):
         if row.policy_mask is not None:
@@ -44,10 +44,10 @@ def chain_demonstrations(
     """The batch of a step of a warm start; a pure function."""
     assert isinstance(source, ChainSource), "RunConfig demands a file of demonstrations elsewhere"
     rows = source.demonstrations(step, warm.batch_size, config.seed, warm.step_by_step_share, warm.tool_share)
-    return [_tokenised(row, tokenizer) for row in rows]
+    return [_tokenise(row, tokenizer) for row in rows]
 
 
-def _tokenised(row: Demonstration, tokenizer: Tokenizer) -> TokenisedDemonstration:
+def _tokenise(row: Demonstration, tokenizer: Tokenizer) -> TokenisedDemonstration:
     prompt = tokenizer.encode(row.question)
     completion = tokenizer.encode(row.completion)
     if row.style != "tool":
@@ -69,7 +69,7 @@ def own_demonstrations(
     for row in rows:
         _text, prompt = encode_prompt(row, config, tokenizer, max_positions)
         try:
-            completion = [*tokenizer.encode(row.reference), tokenizer.end_id]
+            completion = [*tokenizer.encode(row.answer), tokenizer.end_id]
         except UserError as error:
             raise UserError(f"{row.place}: {error}") from error
         if len(prompt) + len(completion) > max_positions:

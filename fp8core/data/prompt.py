@@ -33,18 +33,18 @@ class Problem:
 
     prompt_id: str
     question: str
-    reference: str
+    answer: str
     place: str = field(default="", compare=False)
     before: tuple[Message, ...] = ()
     columns: str = ""
 
     @property
-    def asked(self) -> str:
+    def whole_question(self) -> str:
         """All that is asked, by which problems are told apart: the question, with the turns before it as JSON."""
-        return asked_text(self.question, self.before)
+        return conversation_text(self.question, self.before)
 
 
-def asked_text(question: str, before: tuple[Message, ...]) -> str:
+def conversation_text(question: str, before: tuple[Message, ...]) -> str:
     return json.dumps([*before, question]) if before else question
 
 
@@ -78,17 +78,17 @@ class PromptSource(Protocol):
 def problems_digest(problems: Iterable[Problem]) -> str:
     digest = hashlib.sha256()
     for row in problems:
-        parts = [row.asked, row.reference, *([row.columns] if row.columns else [])]
+        parts = [row.whole_question, row.answer, *([row.columns] if row.columns else [])]
         digest.update(f"{json.dumps(parts)}\n".encode())
     return digest.hexdigest()
 
 
 def problem(
-    question: str, reference: str, place: str = "", before: tuple[Message, ...] = (), columns: str = ""
+    question: str, answer: str, place: str = "", before: tuple[Message, ...] = (), columns: str = ""
 ) -> Problem:
     """A problem named by the first 16 hexadecimal digits of the SHA-256 of what is asked."""
-    name = hashlib.sha256(asked_text(question, before).encode()).hexdigest()[:16]
-    return Problem(name, question, reference, place, before, columns)
+    name = hashlib.sha256(conversation_text(question, before).encode()).hexdigest()[:16]
+    return Problem(name, question, answer, place, before, columns)
 
 
 def is_heldout(question: str) -> bool:

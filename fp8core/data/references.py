@@ -10,7 +10,7 @@ from fp8core.progress import tell_progress
 from fp8core.rewards.verifier import Verifier
 
 _AT_ONCE = 512
-_NAMED = 5
+_MAX_EXAMPLES = 5
 """Rows in a message."""
 
 
@@ -34,18 +34,18 @@ def readable(problems: Sequence[Problem], config: RunConfig, verifier: Verifier)
             "after ####; set reward.verifier to chain, or data.source"
         )
     faults = _faults(problems, verifier)
-    left_out = [Unreadable(row, faults[row.reference]) for row in problems if row.reference in faults]
+    left_out = [Unreadable(row, faults[row.answer]) for row in problems if row.answer in faults]
     if left_out and (config.data.unreadable == "refuse" or config.data.source == "chain"):
         row, fault = left_out[0]
         cure = "correct them, or leave their rows out with data.unreadable=skip"
-        raise UserError(f"{_at(row)}{fault}; {counted(left_out, len(problems))}; {cure}")
-    return Readable([row for row in problems if row.reference not in faults], left_out)
+        raise UserError(f"{_at(row)}{fault}; {left_out_text(left_out, len(problems))}; {cure}")
+    return Readable([row for row in problems if row.answer not in faults], left_out)
 
 
-def counted(left_out: Sequence[Unreadable], total: int) -> str:
-    named = [f"{_at(row)}{row.reference[-40:]!r}" for row, _ in left_out[:_NAMED]]
-    more = ", ..." if len(left_out) > len(named) else ""
-    return f"{len(left_out):,} of {total:,} references cannot be read ({', '.join(named)}{more})"
+def left_out_text(left_out: Sequence[Unreadable], total: int) -> str:
+    examples = [f"{_at(row)}{row.answer[-40:]!r}" for row, _ in left_out[:_MAX_EXAMPLES]]
+    more = ", ..." if len(left_out) > len(examples) else ""
+    return f"{len(left_out):,} of {total:,} references cannot be read ({', '.join(examples)}{more})"
 
 
 def _at(row: Problem) -> str:
@@ -53,11 +53,11 @@ def _at(row: Problem) -> str:
 
 
 def _faults(problems: Sequence[Problem], verifier: Verifier) -> dict[str, str]:
-    rows = list({row.reference: row for row in reversed(problems)}.values())
+    rows = list({row.answer: row for row in reversed(problems)}.values())
     fault_of = dict[str, str]()
     for begin in range(0, len(rows), _AT_ONCE):
         tell_progress(begin, len(rows))
         part = rows[begin : begin + _AT_ONCE]
-        faults = verifier.faults([(row.question, row.reference) for row in part])
-        fault_of |= {row.reference: fault for row, fault in zip(part, faults, strict=True) if fault is not None}
+        faults = verifier.faults([(row.question, row.answer) for row in part])
+        fault_of |= {row.answer: fault for row, fault in zip(part, faults, strict=True) if fault is not None}
     return fault_of

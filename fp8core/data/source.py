@@ -32,10 +32,10 @@ from fp8core.data.prompt import (
     problem,
     problems_digest,
 )
-from fp8core.data.references import counted, readable
+from fp8core.data.references import left_out_text, readable
 from fp8core.errors import InvalidReply, UserError, first_line
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.rewards.scorer import Answer
+from fp8core.rewards.scorer import ScoreRequest
 from fp8core.rewards.verifier import Verifier
 from fp8core.user_files import json_kind
 
@@ -49,8 +49,8 @@ def problem_from_row(row: object, data: DataConfig, place: str) -> Problem:
         question = _text_field(row, data.question_field, place)
     else:
         *before, (_, question) = _messages(row, data.messages_field, place)
-    reference = _answer(row, data.answer_field, place)
-    return problem(question, reference, place, tuple(before), _columns(row, data.columns, place))
+    answer = _answer(row, data.answer_field, place)
+    return problem(question, answer, place, tuple(before), _columns(row, data.columns, place))
 
 
 _ROLES = ("system", "user", "assistant")
@@ -133,10 +133,11 @@ class RowSource:
 
     def without(self, rows: Iterable[Problem]) -> Self:
         """The same source without some of its rows. Raises UserError when nothing is left to train on."""
-        gone = {row.asked for row in rows}
+        removed_prompts = {row.whole_question for row in rows}
         less = copy(self)
         less._rows, less._heldout, less._training = (
-            [row for row in part if row.asked not in gone] for part in (self._rows, self._heldout, self._training)
+            [row for row in part if row.whole_question not in removed_prompts]
+            for part in (self._rows, self._heldout, self._training)
         )
         if not less._training:
             raise UserError(f"{self._place}: none of the {len(self._training):,} rows to train on is left")
@@ -159,7 +160,7 @@ def in_epochs(rows: Sequence[Row], step: int, count: int, seed: int, purpose: st
 def _unique(rows: Sequence[Problem]) -> dict[str, Problem]:
     unique: dict[str, Problem] = {}
     for row in rows:
-        unique.setdefault(row.asked, row)
+        unique.setdefault(row.whole_question, row)
     return unique
 
 
@@ -175,7 +176,7 @@ def _field(row: dict[str, object], field: str, place: str) -> object:
 
 
 def _answer(row: dict[str, object], field: str, place: str) -> str:
-    """A reference; a number is its text without an exponent."""
+    """The answer; a number is its text without an exponent."""
     value = _field(row, field, place)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _text_field(row, field, place)
@@ -295,7 +296,7 @@ class CheckedSource(NamedTuple):
 def check_problems(
     source: PromptSource, config: RunConfig, tokenizer: Tokenizer, max_positions: int, verifier: Verifier
 ) -> CheckedSource:
-    """Raises UserError on a reference that is no answer (but see `readable`), an unfit prompt, and too few rows."""
+    """Raises UserError on an answer that cannot be read (but see `readable`), an unfit prompt, and too few rows."""
     every = list(source.to_check())
     problems, left_out = readable(every, config, verifier)
     if left_out:
@@ -303,17 +304,21 @@ def check_problems(
         try:
             source = source.without(row for row, _ in left_out)
         except UserError as error:
-            raise UserError(f"{error}: {counted(left_out, len(every))}; the first: {left_out[0].fault}") from error
+            raise UserError(
+                f"{error}: {left_out_text(left_out, len(every))}; the first: {left_out[0].fault}"
+            ) from error
     source.heldout(config.evaluation.prompts)
     for row in problems:
         check_prompt(row, config, tokenizer, max_positions)
     source.training(0, config.rollout.drawn_prompts, config.seed)
-    return CheckedSource(source, len(left_out), f"{counted(left_out, len(every))} and left out" if left_out else None)
+    return CheckedSource(
+        source, len(left_out), f"{left_out_text(left_out, len(every))} and left out" if left_out else None
+    )
 
 
 def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> str | None:
-    """The failure of the main verifier at a reference as the answer. Raises UserError: it returned no verdict."""
-    answer = Answer(problem.question, problem.reference, problem.reference, "stop", problem.columns)
+    """The failure of the main verifier where a completion is the answer. Raises UserError: it returned no verdict."""
+    answer = ScoreRequest(problem.question, problem.answer, problem.answer, "stop", problem.columns)
     (verdict,) = verifier.main.verify([answer])
     if verdict.outcome not in ("timeout", "crashed"):
         return None

@@ -84,19 +84,19 @@ class Conversation:
         # None: a turn of the policy.
         self._messages: list[Said | None] = [*turn.messages]
         # The part of the policy's present turn that the template has written.
-        self._begun = ""
+        self._think_prefix = ""
         if not talk.tokenizer.has_template:
-            self.prompt = self._encoded(self._plain("".join(message.content for message in turn.messages)), first=True)
+            self.prompt = self._encode(self._plain("".join(message.content for message in turn.messages)), first=True)
             return
-        rendered = self._rendered(self._messages)
-        if turn.tools and rendered == self._rendered(self._messages, tools=()):
+        rendered = self._render(self._messages)
+        if turn.tools and rendered == self._render(self._messages, tools=()):
             raise UserError(f"{talk.tokenizer.where}: the chat template leaves tools out")
-        self._begun = _thought_at_end(rendered)
-        self.prompt = self._encoded(rendered.split(_CUT))
+        self._think_prefix = _thought_at_end(rendered)
+        self.prompt = self._encode(rendered.split(_CUT))
 
     def action(self, tokens: Sequence[int], finish: str) -> Action:
         written = tokens[:-1] if finish == "stop" else tokens
-        text = self._begun + self._talk.tokenizer.decode(written, special=True)
+        text = self._think_prefix + self._talk.tokenizer.decode(written, special=True)
         calls, malformed = parse_calls(self._talk.tool_calls, text, self._tools)
         return Action(self._talk.tokenizer.decode(written), calls, malformed, finish)
 
@@ -115,38 +115,38 @@ class Conversation:
         before = [*self._messages]
         self._messages += [None, *messages]
         if not tokenizer.has_template:
-            return self._encoded(self._plain("".join(OBSERVATION + message.content for message in messages)))
-        tokens = self._encoded(self._rendered_after(before).split(_CUT))
-        ended = last is not None and tokens and tokens[0] in tokenizer.eos_ids
-        return tokens[1:] if ended else tokens
+            return self._encode(self._plain("".join(OBSERVATION + message.content for message in messages)))
+        tokens = self._encode(self._rendered_after(before).split(_CUT))
+        has_end_token = last is not None and tokens and tokens[0] in tokenizer.eos_ids
+        return tokens[1:] if has_end_token else tokens
 
     def _rendered_after(self, before: Sequence[Said | None]) -> str:
         """The template's text after these messages and the policy's turn. Raises UserError: it rewrites them."""
-        whole = self._rendered(self._messages)
-        rendering = self._rendered(before)
+        whole = self._render(self._messages)
+        rendering = self._render(before)
         stands, mark, after = whole.rpartition(_GAP)
-        if not mark or not (stands == rendering or self._only_begun(stands, rendering, before)):
+        if not mark or not (stands == rendering or self._is_think_prefix(stands, rendering, before)):
             first = rendering + _GAP
             place = next((i for i, (a, b) in enumerate(zip(first, whole, strict=False)) if a != b), len(whole))
             raise UserError(
                 f"{self._talk.tokenizer.where}: the chat template rewrites what is before an observation: it has "
                 f"{whole[place : place + 40]!r} where {first[place : place + 40]!r} stands already"
             )
-        self._begun = _thought_at_end(whole)
+        self._think_prefix = _thought_at_end(whole)
         return after
 
-    def _only_begun(self, stands: str, asked: str, before: Sequence[Said | None]) -> bool:
+    def _is_think_prefix(self, stands: str, asked: str, before: Sequence[Said | None]) -> bool:
         """True if a turn of the policy merely begins in another way in `stands` than in `asked`, the prompt for it.
 
         Templates leave out of earlier turns a `<think>` that they write in a prompt, or close it.
         """
-        said = self._rendered(before, add_generation_prompt=False)
-        begun = asked.removeprefix(said)
+        said = self._render(before, add_generation_prompt=False)
+        prefix = asked.removeprefix(said)
         now = stands.removeprefix(said)
-        both = 0 < len(begun) < len(asked) and len(now) < len(stands) and _GAP not in now
-        return both and (begun.startswith(now) or now.startswith(begun))
+        both = 0 < len(prefix) < len(asked) and len(now) < len(stands) and _GAP not in now
+        return both and (prefix.startswith(now) or now.startswith(prefix))
 
-    def _rendered(
+    def _render(
         self,
         messages: Sequence[Said | None],
         tools: Sequence[Tool] | None = None,
@@ -185,7 +185,7 @@ class Conversation:
                 raise ObservationError(str(error)) from error
         return self._pieces[text]
 
-    def _encoded(self, pieces: Sequence[str], *, first: bool = False) -> tuple[int, ...]:
+    def _encode(self, pieces: Sequence[str], *, first: bool = False) -> tuple[int, ...]:
         try:
             return tuple(self._talk.tokenizer.encode_pieces(pieces, first))
         except ValueError as error:
@@ -203,7 +203,7 @@ class TurnCalls(NamedTuple):
     malformed: str = ""
 
 
-class _Malformed(ValueError):
+class _CallError(ValueError):
     pass
 
 
@@ -214,7 +214,7 @@ def parse_calls(form: str, text: str, tools: Sequence[Tool]) -> TurnCalls:
     """
     try:
         return TurnCalls(tuple(TOOL_CALLS[form](text, tools)))
-    except _Malformed as error:
+    except _CallError as error:
         return TurnCalls((), str(error)) if tools else TurnCalls()
 
 
@@ -226,7 +226,7 @@ def _qwen_calls(text: str, tools: Sequence[Tool]) -> Iterator[ToolCall]:
         start += len(_CALL)
         end = rest.find(_CALL_END, start)
         if end < 0:
-            raise _Malformed("<tool_call> is not closed")
+            raise _CallError("<tool_call> is not closed")
         yield _qwen_call(rest[start:end].strip())
 
 
@@ -234,15 +234,15 @@ def _qwen_call(written: str) -> ToolCall:
     try:
         value = json.loads(written)
     except RecursionError:
-        raise _Malformed(f"JSON is deeper than {DEEPEST}") from None
+        raise _CallError(f"JSON is deeper than {DEEPEST}") from None
     except ValueError as error:
-        raise _Malformed(f"no JSON: {' '.join(str(error).split())[:200]}") from None
+        raise _CallError(f"no JSON: {' '.join(str(error).split())[:200]}") from None
     if _is_deeper(value, DEEPEST):
-        raise _Malformed(f"JSON is deeper than {DEEPEST}")
+        raise _CallError(f"JSON is deeper than {DEEPEST}")
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise _Malformed("a call is an object with a name")
+        raise _CallError("a call is an object with a name")
     if not isinstance(value.get("arguments"), dict):
-        raise _Malformed("arguments of a call is an object")
+        raise _CallError("arguments of a call is an object")
     return ToolCall(value["name"], value["arguments"])
 
 
@@ -260,13 +260,13 @@ def _plain_calls(text: str, tools: Sequence[Tool]) -> Iterator[ToolCall]:
     while tools and (start := text.find("[", end)) >= 0:
         end = text.find("]", start)
         if end < 0:
-            raise _Malformed("[ is not closed")
+            raise _CallError("[ is not closed")
         arguments_text = text[start + 1 : end]
         if "[" in arguments_text:
-            raise _Malformed("[ in a call")
+            raise _CallError("[ in a call")
         names = [*tools[0].parameters.get("properties", {})]
         if len(tools) != 1 or len(names) != 1:
-            raise _Malformed("a plain call is of the only tool, which has one argument")
+            raise _CallError("a plain call is of the only tool, which has one argument")
         yield ToolCall(tools[0].name, {names[0]: arguments_text})
 
 

@@ -35,7 +35,7 @@ def serve_environment(name: str, options: Mapping[str, Any]) -> Service:
     if name in SHIPPED_ENVIRONMENTS:
         module = importlib.import_module("fp8core.environments.shipped")
         factory = getattr(module, SHIPPED_ENVIRONMENTS[name])
-        digest = _digest_of_shipped()
+        digest = _builtin_digest()
     else:
         find_neighbours(name)
         factory, _, digest = load_code(name, "class")
@@ -49,7 +49,7 @@ def serve_environment(name: str, options: Mapping[str, Any]) -> Service:
     return Service({"environment": name, "source": digest}, lambda: EpisodeHandler(create, file_of(factory)))
 
 
-def _digest_of_shipped() -> str:
+def _builtin_digest() -> str:
     """Digest of all files that observations depend on."""
     folder = Path(__file__).parent
     content = b"".join((folder / name).read_bytes() for name in ("shipped.py", "sandbox.py", "interpreter.py"))
@@ -67,7 +67,7 @@ class EpisodeHandler:
 
     def answer(self, request: Task | Action) -> Turn | Outcome:
         try:
-            reply = checked_reply(self._asked(request), isinstance(request, Task))
+            reply = checked_reply(self._call_user_code(request), isinstance(request, Task))
             if isinstance(reply, Outcome):
                 self.close()
         except BaseException as error:  # noqa: BLE001 - the outcome says what was raised
@@ -82,7 +82,7 @@ class EpisodeHandler:
         if environment is not None:
             environment.close()
 
-    def _asked(self, request: Task | Action) -> Turn | Outcome:
+    def _call_user_code(self, request: Task | Action) -> Turn | Outcome:
         if isinstance(request, Task):
             _seed(request.seed)
             try:

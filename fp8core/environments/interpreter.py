@@ -46,21 +46,21 @@ def run(code: str, names: dict[str, object], characters: int) -> tuple[str, str,
     error = ""
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            parsed = ast.parse(code, "<code>")
-            last = parsed.body.pop() if parsed.body and isinstance(parsed.body[-1], ast.Expr) else None
-            exec(compile(parsed, "<code>", "exec"), names)
+            tree = ast.parse(code, "<code>")
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, "<code>", "exec"), names)
             if last is not None:
                 result = eval(compile(ast.Expression(last.value), "<code>", "eval"), names)  # type: ignore[attr-defined]
                 value = "" if result is None else repr(result)
     except BaseException as raised:  # noqa: BLE001 - it is the answer
-        error = _described(raised)
-    printed = "" if output.closed else output.getvalue()
+        error = _error_text(raised)
+    stdout = "" if output.closed else output.getvalue()
     # Where an object lies differs from run to run. One character more than is shown: by it a cut is seen.
-    printed, value, error = (_ADDRESS.sub("at 0x", text)[: characters + 1] for text in (printed, value, error))
-    return printed, value, error
+    stdout, value, error = (_ADDRESS.sub("at 0x", text)[: characters + 1] for text in (stdout, value, error))
+    return stdout, value, error
 
 
-def _described(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     line = None
     trace = error.__traceback__
     while trace is not None:

@@ -52,7 +52,7 @@ class _Episode:
     """An episode, what it was asked, and its reply to come; it has a process as soon as there is room for one."""
 
     key: Key
-    asked: list[Task | Action]
+    requests: list[Task | Action]
     process: PoolProcess | None = None
     reply: Future[tuple[Any, float]] | None = None
 
@@ -92,7 +92,7 @@ class EnvironmentPool:
         state = self._episodes[episode]
         assert state.process is not None, f"{episode} waits for a process"
         assert state.reply is None, f"{episode} has not answered yet"
-        state.asked.append(action)
+        state.requests.append(action)
         state.reply = self._threads.submit(state.process.ask, action)
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
@@ -103,10 +103,10 @@ class EnvironmentPool:
             self._launch()
             busy = {episode.reply: episode for episode in self._episodes.values() if episode.reply is not None}
             patience = max(0.0, until - time.monotonic()) if wait and not replies else 0.0
-            done, _ = wait_for(busy, None if patience == math.inf else patience, FIRST_COMPLETED)
-            if not done:
+            ready, _ = wait_for(busy, None if patience == math.inf else patience, FIRST_COMPLETED)
+            if not ready:
                 return replies
-            for episode in map(busy.__getitem__, done):
+            for episode in map(busy.__getitem__, ready):
                 assert episode.reply is not None, "it is done"
                 (reply, seconds), episode.reply = episode.reply.result(), None
                 if isinstance(reply, Failure):
@@ -122,7 +122,7 @@ class EnvironmentPool:
     def wake(self, episode: Key, task: Task, actions: Sequence[Action]) -> bool:
         self._resting.pop(episode, None)
         state = self._episodes.get(episode)
-        if state is not None and state.asked == [task, *actions]:
+        if state is not None and state.requests == [task, *actions]:
             return True
         self.end(episode)
         return False
@@ -156,7 +156,7 @@ class EnvironmentPool:
             episode = self._waiting[0]
             episode.process = self._pool.start()
             self._waiting.popleft()
-            episode.reply = self._threads.submit(episode.process.ask, episode.asked[0])
+            episode.reply = self._threads.submit(episode.process.ask, episode.requests[0])
 
 
 class RecordedPool:

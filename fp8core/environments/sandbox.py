@@ -26,7 +26,7 @@ from fp8core.errors import UserError
 _PROCESSES = 16
 """That code may have at once."""
 _LOOK_SECONDS = 0.1
-_LOST = "; what it defined is lost"
+_STATE_LOSS = "; what it defined is lost"
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _VARIABLES = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -66,30 +66,30 @@ class Interpreter:
         )
         assert process.stdin is not None, "it has a pipe"
         assert process.stdout is not None, "it has a pipe"
-        ended = threading.Event()
+        end_event = threading.Event()
         why = list[str]()
-        threading.Thread(target=self._watch, args=(process, ended, why), daemon=True).start()
+        threading.Thread(target=self._watch, args=(process, end_event, why), daemon=True).start()
         with contextlib.suppress(BrokenPipeError):  # An interpreter that is gone is noticed below.
             process.stdin.write(json.dumps(code).encode() + b"\n")
             process.stdin.flush()
         answer = process.stdout.readline(400 * self._characters)
-        ended.set()
+        end_event.set()
         try:
             parts = [str(part) for part in json.loads(answer)]
-            failed = bool(parts[-1])
+            has_error = bool(parts[-1])
         except (ValueError, TypeError, IndexError, RecursionError):
             parts = [self._end(process, "".join(why))]
-            failed = True
-        return self._cut("\n".join(part.rstrip("\n") for part in parts if part.rstrip("\n"))), failed
+            has_error = True
+        return self._cut("\n".join(part.rstrip("\n") for part in parts if part.rstrip("\n"))), has_error
 
     def close(self) -> None:
         if self._process is not None:
             self._end(self._process)
 
-    def _watch(self, process: subprocess.Popen[bytes], ended: threading.Event, why: list[str]) -> None:
+    def _watch(self, process: subprocess.Popen[bytes], end_event: threading.Event, why: list[str]) -> None:
         """Kill the process of a call that takes too long, or has too many processes."""
         until = time.monotonic() + self._seconds
-        while not ended.wait(min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))):
+        while not end_event.wait(min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))):
             if time.monotonic() >= until:
                 why.append(f"no end after {self._seconds} s")
             elif _descendants(process.pid) > _PROCESSES:
@@ -110,11 +110,11 @@ class Interpreter:
                 pipe.close()
         self._process = None
         if why:
-            return f"{why}{_LOST}"
+            return f"{why}{_STATE_LOSS}"
         # Above 128: of a process below bubblewrap that a signal has ended.
         number = -code if code < 0 else code - 128
         how = signal.Signals(number).name if number in {*signal.Signals} else f"exit code {code}"
-        return f"the interpreter ended ({how}){_LOST}"
+        return f"the interpreter ended ({how}){_STATE_LOSS}"
 
     def _cut(self, text: str) -> str:
         output = text or "(no output)"

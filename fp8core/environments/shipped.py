@@ -27,7 +27,9 @@ class _OneTool:
         if not action.calls:
             return Outcome("judge")
         answers = [self._answer(call) for call in action.calls]
-        return Turn(tuple(Said("tool", content) for content, _ in answers), failed=sum(failed for _, failed in answers))
+        return Turn(
+            tuple(Said("tool", content) for content, _ in answers), failed=sum(is_error for _, is_error in answers)
+        )
 
     def close(self) -> None:
         pass
@@ -116,13 +118,13 @@ class _Expression:
     def _operations(self, levels: Sequence[str]) -> int:
         """A chain of the operations of a level, between chains of the levels that bind more strongly."""
         if not levels:
-            return self._signed()
+            return self._sign_term()
         value = self._operations(levels[1:])
         while self._tokens[0] and self._tokens[0] in levels[0]:
             value = self._apply(self._tokens.pop(0), value, self._operations(levels[1:]))
         return value
 
-    def _signed(self) -> int:
+    def _sign_term(self) -> int:
         negative = False
         while self._tokens[0] and self._tokens[0] in "+-":
             negative ^= self._tokens.pop(0) == "-"

@@ -119,12 +119,12 @@ def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) 
     outcomes = Counter(verdict.outcome for verdict in verdicts)
     wrong = Counter(verdict.detail for verdict in verdicts if verdict.outcome == "wrong")
     votes = [outcomes["right"], *wrong.values()]
-    measured = {f"pass@{n}": pass_at_k(len(verdicts), outcomes["right"], n) for n in k}
+    values_by_name = {f"pass@{n}": pass_at_k(len(verdicts), outcomes["right"], n) for n in k}
     # One sample is its own majority.
     if len(verdicts) > 1:
         wins = votes[0] == max(votes) and votes[0] > 0
-        measured["majority"] = 1 / votes.count(votes[0]) if wins else 0.0
-    return PromptScore(prompt_id, {name: outcomes[name] for name in OUTCOMES if outcomes[name]}, measured)
+        values_by_name["majority"] = 1 / votes.count(votes[0]) if wins else 0.0
+    return PromptScore(prompt_id, {name: outcomes[name] for name in OUTCOMES if outcomes[name]}, values_by_name)
 
 
 def measure(scores: Sequence[PromptScore], lengths: Sequence[int], seed: int) -> Measurement:
@@ -231,7 +231,7 @@ def all_problems(config: RunConfig, count: int | None) -> list[Problem]:
         raise UserError("data: the chain task has no rows; omit data to ask its held-out questions")
     unique: dict[str, Problem] = {}
     for row in read_rows(config.data):
-        unique.setdefault(row.asked, row)
+        unique.setdefault(row.whole_question, row)
     rows = sorted(unique.values(), key=lambda row: row.prompt_id)
     if count is not None and count > len(rows):
         raise UserError(f"{config.data.source}: prompts={count}, but there are only {len(rows)} different questions")
@@ -255,8 +255,8 @@ def has_fp8(contract: PrecisionContract) -> bool:
 
 def compared_prompts(config: RunConfig) -> int:
     """The number of held-out prompts that are answered in FP8 and in BF16 at step 0; 0 where these are not compared."""
-    started = config.model is not None or config.warm_start is not None
-    if not has_fp8(config.precision) or not started or config.environment is not None:
+    has_policy = config.model is not None or config.warm_start is not None
+    if not has_fp8(config.precision) or not has_policy or config.environment is not None:
         return 0
     exact = engine_entry(config).arithmetic(config) == "exact"
     return min(config.evaluation.precision_gap, config.evaluation.prompts) if exact else 0

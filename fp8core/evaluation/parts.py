@@ -108,8 +108,8 @@ def whole_forward(
     """The rollout side of a contract. `masters` are FP32 weights by Hugging Face name."""
     formats = rollout_formats(contract, arch.num_layers)
     tiles = formats.recipe.weights
-    shipped = PreparedWeights(stored_weights(masters, formats.stored_names(), tiles), tiles)
-    return Forward(Decoder(arch, formats), load_policy(arch, shipped), scales)
+    weights = PreparedWeights(stored_weights(masters, formats.stored_names(), tiles), tiles)
+    return Forward(Decoder(arch, formats), load_policy(arch, weights), scales)
 
 
 def subjects_of(full: Forward, contract: PrecisionContract, masters: Mapping[str, Tensor]) -> Subjects:
@@ -133,45 +133,46 @@ def subjects_of(full: Forward, contract: PrecisionContract, masters: Mapping[str
 
 
 def _with_fp8_inputs(plain: Formats, whole: Formats) -> Formats:
-    coded = Fp8InputsLinear(whole.recipe.activations)
+    linear = Fp8InputsLinear(whole.recipe.activations)
     pairs = zip(plain.linears, whole.linears, strict=True)
-    return replace(plain, linears=tuple(coded if theirs.name == "fp8_block" else ours for ours, theirs in pairs))
+    return replace(plain, linears=tuple(linear if theirs.name == "fp8_block" else ours for ours, theirs in pairs))
 
 
 @dataclass(frozen=True)
 class _Comparison:
     """Places of texts under BF16 and under a part; all [places].
 
-    `prompt` is True on a token of the prompt, `answered` where the next token is the right answer's. `nats` is KL.
-    `wanted` is the log-prob of the right answer's next token in BF16, `logprob` under the part; both 0 elsewhere.
+    `prompt` is True on a token of the prompt, `answer_mask` where the next token is the right answer's. `nats` is KL.
+    `target_logprobs` is the log-prob of the right answer's next token in BF16, `logprob` under the part; both 0
+    elsewhere.
     """
 
     text: Tensor
     prompt: Tensor
-    answered: Tensor
+    answer_mask: Tensor
     nats: Tensor
     same: Tensor
-    wanted: Tensor
+    target_logprobs: Tensor
     logprob: Tensor
 
 
 def part_costs(subjects: Subjects, texts: Sequence[Text], progress: Progress) -> PartCosts:
     """KL and the rest of every part, over texts that are computed in batches of about equal length."""
-    compared: dict[str, list[_Comparison]] = {name: [] for name in subjects.parts}
-    done = 0
+    comparisons: dict[str, list[_Comparison]] = {name: [] for name in subjects.parts}
+    count = 0
     for numbers in _batches(texts, subjects.bf16.decoder.arch.vocab_size):
-        progress(done, len(texts))
+        progress(count, len(texts))
         for name, comparison in _compare(subjects, texts, numbers):
-            compared[name].append(comparison)
-        done += len(numbers)
-    whole = {name: _joined(comparison) for name, comparison in compared.items()}
+            comparisons[name].append(comparison)
+        count += len(numbers)
+    whole = {name: _concatenate(comparison) for name, comparison in comparisons.items()}
     first = next(iter(whole.values()))
     answers = sum(bool(text.answer) for text in texts)
     return PartCosts(
         texts=len(texts),
         tokens=int(first.prompt.sum()),
         answers=answers,
-        answer_logprob=float(first.wanted.sum()) / answers if answers else None,
+        answer_logprob=float(first.target_logprobs.sum()) / answers if answers else None,
         parts={name: _cost(comparison, answers) for name, comparison in whole.items()},
     )
 
@@ -190,14 +191,14 @@ def _batches(texts: Sequence[Text], vocabulary: int) -> Iterator[list[int]]:
 def _compare(subjects: Subjects, texts: Sequence[Text], numbers: Sequence[int]) -> Iterator[tuple[str, _Comparison]]:
     batch = TokenBatch.of([texts[i].prompt for i in numbers], [texts[i].answer for i in numbers])
     prompt = batch.prompt_mask
-    answered = torch.nn.functional.pad(batch.response_mask[:, 1:], (0, 1))
-    places = prompt | answered
+    answer_mask = torch.nn.functional.pad(batch.response_mask[:, 1:], (0, 1))
+    places = prompt | answer_mask
     targets = batch.tokens.roll(-1, dims=1)[places, None]
     text = torch.tensor(numbers)[places.nonzero()[:, 0]]
     prompt = prompt[places]
-    answered = answered[places]
+    answer_mask = answer_mask[places]
     expected = subjects.bf16.logprobs(batch, places)
-    wanted = expected.gather(-1, targets)[:, 0] * answered
+    target_logprobs = expected.gather(-1, targets)[:, 0] * answer_mask
     for name, part in subjects.parts.items():
         logprobs = part.logprobs(batch, places)
         yield (
@@ -205,16 +206,16 @@ def _compare(subjects: Subjects, texts: Sequence[Text], numbers: Sequence[int]) 
             _Comparison(
                 text,
                 prompt,
-                answered,
+                answer_mask,
                 nats=(expected.exp() * (expected - logprobs)).sum(-1),
                 same=expected.argmax(-1) == logprobs.argmax(-1),
-                wanted=wanted,
-                logprob=logprobs.gather(-1, targets)[:, 0] * answered,
+                target_logprobs=target_logprobs,
+                logprob=logprobs.gather(-1, targets)[:, 0] * answer_mask,
             ),
         )
 
 
-def _joined(comparisons: Sequence[_Comparison]) -> _Comparison:
+def _concatenate(comparisons: Sequence[_Comparison]) -> _Comparison:
     return _Comparison(**{name: torch.cat([vars(each)[name] for each in comparisons]) for name in vars(comparisons[0])})
 
 
@@ -227,6 +228,6 @@ def _cost(comparison: _Comparison, answers: int) -> PartCost:
         median=float(by_text.quantile(0.5)),
         worst=float(by_text.max()),
         same_choice=float(comparison.same[comparison.prompt].double().mean()),
-        answer_nats=float(comparison.nats[comparison.answered].mean()) if answers else None,
-        answer_shift=float((comparison.logprob - comparison.wanted).sum()) / answers if answers else None,
+        answer_nats=float(comparison.nats[comparison.answer_mask].mean()) if answers else None,
+        answer_shift=float((comparison.logprob - comparison.target_logprobs).sum()) / answers if answers else None,
     )

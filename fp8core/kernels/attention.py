@@ -60,8 +60,8 @@ def fp8_attention(
     of_all = tuple(_scalar(scale, qkv.device) for scale in (scales.q, scales.k, scales.v))
     attention = _sequence_attention(qkv.device, layout, longest, products)
     attention(query, keys, values, pack.pages, work, of_all, out, logsumexp)
-    attended = out.flatten(1)
-    return AttentionOutput(attended, (attended, logsumexp))
+    rows = out.flatten(1)
+    return AttentionOutput(rows, (rows, logsumexp))
 
 
 def _flash_attention(heads: Heads, pack: DevicePack) -> tuple[Tensor, Tensor]:

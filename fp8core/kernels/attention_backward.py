@@ -66,15 +66,15 @@ def parts_of(sequences: PackedSequences, layout: HeadLayout) -> list[Part]:
     """Without the pack's own filling; none if one sequence alone is beyond `MOST_BYTES`."""
     spans = [span for span, length in zip(sequences.spans, sequences.lengths, strict=True) if length]
     parts = list[Part]()
-    begun = list[tuple[int, int]]()
+    part = list[tuple[int, int]]()
     for span in spans:
-        if _shape((*begun, span)).workspace(layout) > MOST_BYTES:
-            if not begun or _shape((span,)).workspace(layout) > MOST_BYTES:
+        if _shape((*part, span)).workspace(layout) > MOST_BYTES:
+            if not part or _shape((span,)).workspace(layout) > MOST_BYTES:
                 return []
-            parts.append(_part(begun))
-            begun = []
-        begun.append(span)
-    return [*parts, _part(begun)]
+            parts.append(_part(part))
+            part = []
+        part.append(span)
+    return [*parts, _part(part)]
 
 
 def _shape(spans: Sequence[tuple[int, int]]) -> Shape:
@@ -95,10 +95,10 @@ def attention_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], p
 
 
 def describe(head_dim: int, device: torch.device) -> str:
-    if (found := library(head_dim, device)) is None:
+    if (module := library(head_dim, device)) is None:
         return "FlashAttention 2 of torch"
-    version = found.backend_version()
-    return f"cuDNN {version // 10_000}.{version // 100 % 100}.{version % 100}, frontend {found.__version__}"
+    version = module.backend_version()
+    return f"cuDNN {version // 10_000}.{version // 100 % 100}.{version % 100}, frontend {module.__version__}"
 
 
 def library(head_dim: int, device: torch.device) -> Any | None:
@@ -110,8 +110,8 @@ def library(head_dim: int, device: torch.device) -> Any | None:
 def _frontend() -> Any | None:
     if find_spec("cudnn") is None:
         return None
-    found = import_module("cudnn")
-    return found if found.backend_version() >= _OLDEST else None
+    module = import_module("cudnn")
+    return module if module.backend_version() >= _OLDEST else None
 
 
 def flash_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack: DevicePack) -> Heads:
@@ -120,11 +120,11 @@ def flash_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack:
     longest = pack.sequences.longest
     # Of dropout, which there is none of.
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    unused = torch.empty(0, device=q.device)
+    empty = torch.empty(0, device=q.device)
     result = grad.reshape(q.shape), q, k, v, out.view(q.shape), logsumexp
     bounds = pack.starts, pack.starts, longest, longest
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-        *result, *bounds, 0.0, True, state, unused, window_size_left=-1, window_size_right=0
+        *result, *bounds, 0.0, True, state, empty, window_size_left=-1, window_size_right=0
     )
     return grad_q, grad_k, grad_v
 
@@ -152,8 +152,8 @@ def cudnn_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], parts
 def _places(part: Part, layout: HeadLayout, device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Lengths of sequences, int32, and where each begins in tensors of `_widths`, int64."""
     starts = torch.tensor(part.starts) - part.starts[0]
-    filled = torch.cat((starts, starts[-1:].expand(part.shape.sequences + 1 - len(starts))))
-    return filled.diff().int().to(device), tuple((filled * width).to(device) for width in _widths(layout))
+    all_starts = torch.cat((starts, starts[-1:].expand(part.shape.sequences + 1 - len(starts))))
+    return all_starts.diff().int().to(device), tuple((all_starts * width).to(device) for width in _widths(layout))
 
 
 def _widths(layout: HeadLayout) -> tuple[int, int, int]:
@@ -243,9 +243,9 @@ class Graph:
         return self._graph.tensor(name=name, dim=[size, 1, 1, 1], stride=[1, 1, 1, 1], data_type=data_type)
 
     def _by_token(self, name: str, heads: int, width: int, offsets: Any, data_type: Any) -> Any:
-        found = self._graph.tensor(name=name, **self._place(heads, width), data_type=data_type)
-        found.set_ragged_offset(offsets)
-        return found
+        module = self._graph.tensor(name=name, **self._place(heads, width), data_type=data_type)
+        module.set_ragged_offset(offsets)
+        return module
 
     def _place(self, heads: int, width: int) -> dict[str, list[int]]:
         sequences = self._shape.sequences

@@ -64,9 +64,9 @@ def run_jobs(jobs: Sequence[Job], versions: str, progress: Callable[[int, int], 
         running: dict[Future[None], Job] = {pool.submit(job.work, *job.arguments): job for job in jobs}
         progress(0, len(running))
         try:
-            for done, future in enumerate(as_completed(running), 1):
+            for count, future in enumerate(as_completed(running), 1):
                 _finish(running[future], future, versions)
-                progress(done, len(running))
+                progress(count, len(running))
         finally:
             # After a failure or Ctrl-C, what has not begun never does.
             pool.shutdown(wait=True, cancel_futures=True)

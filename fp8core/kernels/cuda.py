@@ -28,8 +28,8 @@ class CudaError(RuntimeError):
 class Kernel:
     """On the device that was current when it was made."""
 
-    def __init__(self, name: str, kernel: str, definitions: tuple[tuple[str, int], ...], shared: int) -> None:
-        """`shared`: bytes of dynamic shared memory a block. Raises CudaError: the source does not compile, or the
+    def __init__(self, name: str, kernel: str, definitions: tuple[tuple[str, int], ...], shared_bytes: int) -> None:
+        """`shared_bytes`: bytes of dynamic shared memory a block. Raises CudaError: the source does not compile, or the
         driver does not load it."""
         torch.cuda.synchronize()  # Makes torch's context, for the driver to find.
         major, minor = torch.cuda.get_device_capability()
@@ -39,23 +39,23 @@ class Kernel:
         _driver("cuModuleLoadData", ctypes.byref(self._module), image)
         self._function = ctypes.c_void_p()
         _driver("cuModuleGetFunction", ctypes.byref(self._function), self._module, kernel.encode())
-        self._shared = shared
-        _driver("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared)
+        self._shared_bytes = shared_bytes
+        _driver("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
 
     def launch(self, grid: Sequence[int], threads: int, arguments: Sequence[Tensor | int | float]) -> None:
         """On the current stream; a tensor is its address, an int 64 bits, a float 32 bits."""
         values = [_c_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _driver("cuLaunchKernel", self._function, *grid, threads, 1, 1, self._shared, stream, pointers, None)
+        _driver("cuLaunchKernel", self._function, *grid, threads, 1, 1, self._shared_bytes, stream, pointers, None)
 
 
 @cache
 def cuda_kernel(
-    name: str, kernel: str, definitions: tuple[tuple[str, int], ...], shared: int, device: torch.device
+    name: str, kernel: str, definitions: tuple[tuple[str, int], ...], shared_bytes: int, device: torch.device
 ) -> Kernel:
     with torch.cuda.device(device):
-        return Kernel(name, kernel, definitions, shared)
+        return Kernel(name, kernel, definitions, shared_bytes)
 
 
 def _c_value(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_longlong | ctypes.c_float:
@@ -65,9 +65,9 @@ def _c_value(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_longl
 
 
 def source(name: str) -> str:
-    shared = (_FOLDER / "attention.cuh").read_text()
+    shared_bytes = (_FOLDER / "attention.cuh").read_text()
     own = (_FOLDER / f"{name}.cu").read_text()
-    return f'{shared}#line 1 "{name}.cu"\n{own}'
+    return f'{shared_bytes}#line 1 "{name}.cu"\n{own}'
 
 
 def kept_folder() -> Path:
@@ -76,9 +76,9 @@ def kept_folder() -> Path:
 
 def kept_image(folder: Path, name: str, options: Sequence[str]) -> bytes:
     """Machine code, from a file of the folder or else from NVRTC, whose version is part of the name."""
-    described = [source(name).encode(), nvrtc_version().encode(), *(option.encode() for option in options)]
+    parts = [source(name).encode(), nvrtc_version().encode(), *(option.encode() for option in options)]
     # A digest of each, so that no two lists run together.
-    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in described)).hexdigest()
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
     path = folder / f"{name}-{digest[:32]}.cubin"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,9 +102,9 @@ def _compile(name: str, options: Sequence[str]) -> bytes:
     program = ctypes.c_void_p()
     text = source(name).encode()
     _nvrtc("nvrtcCreateProgram", ctypes.byref(program), text, f"{name}.cu".encode(), 0, None, None)
-    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     try:
-        _nvrtc("nvrtcCompileProgram", program, len(options), encoded)
+        _nvrtc("nvrtcCompileProgram", program, len(options), arguments)
     except CudaError as error:
         raise CudaError(f"{error}\n{_text(program, 'nvrtcGetProgramLogSize', 'nvrtcGetProgramLog').decode()}") from None
     return _text(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN")

@@ -55,7 +55,7 @@ class DecodeAttention:
         self._at_once = queries
         size = queries * kv_heads * self.partitions * group * (self._head_dim + 2) if self.partitions > 1 else 1
         self._partial = torch.empty(size, dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(queries * kv_heads, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(queries * kv_heads, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -77,7 +77,7 @@ class DecodeAttention:
             count = min(self._at_once, len(lengths))
             arguments = (
                 *(query, query.stride(0), keys, values, table, table.stride(0), starts, lengths, *scales),
-                *(self._head_dim**-0.5, out, out.stride(0), self._partial, self._arrived),
+                *(self._head_dim**-0.5, out, out.stride(0), self._partial, self._arrivals),
             )
             self._kernel.launch((self.kv_heads, count, self.partitions), 32 * _WARPS, arguments)
 

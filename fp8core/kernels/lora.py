@@ -28,9 +28,9 @@ def _merge_kernel(
 
 
 def merged_weight(base: Tensor, left: Tensor, right: Tensor, factor: float) -> Tensor:
-    merged = torch.empty_like(base, dtype=torch.float32)
+    weight = torch.empty_like(base, dtype=torch.float32)
     if not len(base):
-        return merged
+        return weight
     for tensor in (base, left, right):
         assert tensor.is_contiguous(), "a merge goes through memory in one order"
     rows, columns = base.shape
@@ -39,6 +39,6 @@ def merged_weight(base: Tensor, left: Tensor, right: Tensor, factor: float) -> T
     exact = torch.tensor(factor, dtype=torch.float64, device=base.device)
     with torch.cuda.device_of(base):
         _merge_kernel[grid](
-            base, left, right, exact, merged, rows, columns, len(right), _ROWS, _COLUMNS, enable_fp_fusion=False
+            base, left, right, exact, weight, rows, columns, len(right), _ROWS, _COLUMNS, enable_fp_fusion=False
         )
-    return merged
+    return weight

@@ -51,8 +51,10 @@ def tally(into: Tensor, x: Tensor, valid: Tensor, limit: float) -> None:
     # One row a token; a view where the heads of a token lie together, as they do in a fused projection.
     flat = x.detach().transpose(1, 2).reshape(valid.numel(), -1)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    used = valid.reshape(-1).contiguous().view(torch.uint8)
+    valid_bytes = valid.reshape(-1).contiguous().view(torch.uint8)
     tokens, width = flat.shape
     programs = min(_PROGRAMS, triton.cdiv(tokens, _ROWS) * triton.cdiv(width, _COLUMNS))
     with torch.cuda.device_of(into):
-        _tally_kernel[(programs,)](flat, used, into, tokens, width, flat.stride(0), limit, _ROWS, _COLUMNS, num_warps=8)
+        _tally_kernel[(programs,)](
+            flat, valid_bytes, into, tokens, width, flat.stride(0), limit, _ROWS, _COLUMNS, num_warps=8
+        )

@@ -216,12 +216,12 @@ def _backward_kernel(
     tl.store(partial_sums + tl.program_id(0).to(tl.int64) * columns + column, weight_sum, mask=inside)
 
 
-def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    x, other, total = _streams(x, added)
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    x, other, total = _streams(x, delta)
     rows, columns = x.shape
     normed = torch.empty_like(x)
     inverses = torch.empty(rows, device=x.device)
-    adds = added is not None
+    adds = delta is not None
     groups = _groups(columns)
     with torch.cuda.device_of(x):
         _add_norm_kernel[(rows,)](
@@ -231,16 +231,16 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def add_norm_row_codes(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rows: Grouping, flag: FiniteFlag | None = None
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rows: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Tensor, Codes]:
     with finite_check(x.device, flag) as not_finite:
-        total, codes, _inverses = _row_pass(x, added, weight, eps, rows, not_finite)
+        total, codes, _inverses = _row_pass(x, delta, weight, eps, rows, not_finite)
     return total, codes
 
 
 def add_norm_codes(
     x: Tensor,
-    added: Tensor | None,
+    delta: Tensor | None,
     weight: Tensor,
     eps: float,
     rows: Grouping,
@@ -248,7 +248,7 @@ def add_norm_codes(
     flag: FiniteFlag | None = None,
 ) -> tuple[Tensor, Codes, Codes, Tensor]:
     with finite_check(x.device, flag) as not_finite:
-        total, by_row, inverses = _row_pass(x, added, weight, eps, rows, not_finite)
+        total, by_row, inverses = _row_pass(x, delta, weight, eps, rows, not_finite)
     (tokens, hidden), pow2 = total.shape, token_columns(columns)
     out = ColumnCodes.empty(tokens, hidden, total.device)
     words = out.words
@@ -261,10 +261,10 @@ def add_norm_codes(
 
 
 def _row_pass(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, grouping: Grouping, not_finite: Tensor
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, grouping: Grouping, not_finite: Tensor
 ) -> tuple[Tensor, Codes, Tensor]:
     """The sum, the codes of its norm, and 1 / rms as of `inverse_rms`, FP32 [3, rows]."""
-    x, other, total = _streams(x, added)
+    x, other, total = _streams(x, delta)
     rows, columns = x.shape
     out = RowCodes.empty(rows, columns, x.device)
     groups = _groups(columns)
@@ -272,7 +272,7 @@ def _row_pass(
     with torch.cuda.device_of(x):
         _add_norm_row_codes_kernel[(rows,)](
             x, other, weight, total, *out, inverses, not_finite, out.scales.stride(0), columns, eps,
-            added is not None, forward_rows(grouping), groups, TILE, **_options(columns),
+            delta is not None, forward_rows(grouping), groups, TILE, **_options(columns),
         )  # fmt: skip
     return total, out.result(), inverses
 
@@ -296,11 +296,11 @@ def add_norm_backward(
     return grad, column_sums(partial_sums)
 
 
-def _streams(x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _streams(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """x, what is added to it and room for the sum; without an addend all three are x."""
     assert x.dtype == torch.bfloat16
     x = x.contiguous()
-    return (x, x, x) if added is None else (x, added.contiguous(), torch.empty_like(x))
+    return (x, x, x) if delta is None else (x, delta.contiguous(), torch.empty_like(x))
 
 
 def _groups(columns: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8core.kernels.cuda import cuda_kernel
 from fp8core.kernels.decode_attention import cache_definitions, partition_of
 from fp8core.numerics.attention import QUERY_TYPES
-from fp8core.numerics.packed import copied
+from fp8core.numerics.packed import copy_to
 from fp8core.numerics.recipe import AttentionProducts
 
 # As in the source.
@@ -54,15 +54,15 @@ def batches(
 ) -> list[Batch]:
     """Number i has row i of the block table."""
     partition = partition or partition_of(longest)
-    lengths = copied(torch.tensor([span.keys for span in spans], dtype=torch.int32), device)
-    made = list[Batch]()
+    lengths = copy_to(torch.tensor([span.keys for span in spans], dtype=torch.int32), device)
+    result = list[Batch]()
     pairs = list[tuple[int, int]]()
     work = list[tuple[int, int, int, int]]()
 
     def end() -> None:
         work.sort(key=lambda piece: -piece[2])
         tensors = (torch.tensor(each, dtype=torch.int32) for each in (pairs, work))
-        made.append(Batch(lengths, *(copied(each, device) for each in tensors)))
+        result.append(Batch(lengths, *(copy_to(each, device) for each in tensors)))
         pairs.clear()
         work.clear()
 
@@ -79,7 +79,7 @@ def batches(
         pairs += own
     if work:
         end()
-    return made
+    return result
 
 
 def _pairs(keys: int, partition: int) -> Iterator[int]:
@@ -110,10 +110,10 @@ class SequenceAttention:
         self._strides = strides
         self._query_type = QUERY_TYPES[products]
         self._image = 2 * _TILE * self._head_dim * 2
-        shared = _STAGES * self._image + _ROWS * self._head_dim * (2 + 4)
-        made = tuple(definitions.items())
-        self._widen = cuda_kernel("sequence_attention", "widen_pairs", made, 0, device)
-        self._attend = cuda_kernel("sequence_attention", "sequence_attention", made, shared, device)
+        shared_bytes = _STAGES * self._image + _ROWS * self._head_dim * (2 + 4)
+        definition_items = tuple(definitions.items())
+        self._widen = cuda_kernel("sequence_attention", "widen_pairs", definition_items, 0, device)
+        self._attend = cuda_kernel("sequence_attention", "sequence_attention", definition_items, shared_bytes, device)
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self._images = torch.empty(0, dtype=torch.uint8, device=device)
         size = self._blocks * _ROWS * self._head_dim if longest > definitions["PARTITION"] else 0

@@ -55,7 +55,7 @@ def turn_metrics(turns: pa.Table, rollouts: pa.Table, logprobs: pa.Table, rows: 
     table = turns.to_pylist()
     episodes = [list(group) for _, group in groupby(table, key_of)]
     # An episode that never began has a token in place of all that, which the environment did not write.
-    observed = [
+    observation_tokens = [
         rows_of[-1]["observation_end"] - sum(row["end"] - row["begin"] for row in rows_of)
         for rows_of in episodes
         if rows_of[-1]["turn"]
@@ -68,7 +68,7 @@ def turn_metrics(turns: pa.Table, rollouts: pa.Table, logprobs: pa.Table, rows: 
     return {
         **{f"environment/{name}": value for name, value in episode_means(episodes).items()},
         _TURNS_MAX.name: float(max(rows_of[-1]["turn"] for rows_of in episodes)),
-        _OBSERVATION_TOKENS.name: sum(observed) / len(episodes),
+        _OBSERVATION_TOKENS.name: sum(observation_tokens) / len(episodes),
         **{f"environment/ended_{name}": finishes[name] / len(episodes) for name in _ENDS},
         **{f"environment/info_{name}": sum(values) / len(values) for name, values in sorted(infos.items())},
         **mismatch_by_turn(table, rollouts, logprobs, rows),
@@ -82,9 +82,11 @@ def mismatch_by_turn(
     rows: Mapping[Key, int],
 ) -> dict[str, float]:
     """By turns 1, 2 to 3, 4 to 7, ... of episodes."""
-    sampled, trained = (pad_column(table["logprobs"], torch.float32, 0.0) for table in (rollouts, logprobs))
-    apart = (sampled.double() - trained.double()).abs()
-    differ = sampled.view(torch.int32) != trained.view(torch.int32)
+    sampling_logprobs, training_logprobs = (
+        pad_column(table["logprobs"], torch.float32, 0.0) for table in (rollouts, logprobs)
+    )
+    apart = (sampling_logprobs.double() - training_logprobs.double()).abs()
+    differ = sampling_logprobs.view(torch.int32) != training_logprobs.view(torch.int32)
     largest = dict[str, float]()
     differing = Counter[str]()
     for turn in turns:

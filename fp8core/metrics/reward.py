@@ -67,14 +67,14 @@ def reward_metrics(rewards: pa.Table, baseline: Tensor) -> dict[str, float]:
     )
     groups = torch.tensor(rewards["group"].to_pylist())
     spread = float(scores[baseline].std(correction=0)) if baseline.any() else 0.0
-    mixed = groups[informative(scores, groups, baseline)]
+    mixed_groups = groups[informative(scores, groups, baseline)]
     outcomes = Counter(rewards["outcome"].to_pylist())
     return {
         REWARD.name: float(values.mean()),
         # A replay may find that all episodes failed.
         REWARD_STD.name: float(values[baseline].std(correction=0)) if baseline.any() else 0.0,
         **({SCORE_STD.name: spread} if "score" in rewards.column_names else {}),
-        SIGNAL.name: len(mixed.unique()) / len(groups.unique()),
+        SIGNAL.name: len(mixed_groups.unique()) / len(groups.unique()),
         KEPT_SHARE.name: sum(rewards["keep"].to_pylist()) / rewards.num_rows,
         **{metric.name: outcomes[outcome] / rewards.num_rows for outcome, metric in OUTCOME_SHARES.items()},
         **{

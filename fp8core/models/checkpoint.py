@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8core.config.run import ArchitectureConfig
 from fp8core.config.section import suggestion
-from fp8core.durable import make_folder, sync_path, why_not_written
+from fp8core.durable import make_folder, sync_path, write_problem
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.families import FAMILIES, parameter_shapes
@@ -36,20 +36,20 @@ class Checkpoint:
 
     folder: Path
     architecture: Architecture
-    stored: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor]
     tokenizer: Tokenizer
 
     def source(self) -> FileTensors:
         """The weights in their files, of exactly the names of `parameter_shapes`, in their stored types.
         Raises UserError: as `check_head`."""
         self.check_head()
-        return FileTensors({name: self.stored[name] for name in parameter_shapes(self.architecture)})
+        return FileTensors({name: self.tensors[name] for name in parameter_shapes(self.architecture)})
 
     def check_head(self) -> None:
         """Read a stored head that is tied to the embedding. Raises UserError: it has other values."""
-        tied = self.architecture.tie_embeddings and _HEAD in self.stored
-        if tied and not torch.equal(self.stored[_HEAD].whole(), self.stored[_EMBEDDING].whole()):
-            raise self.stored[_HEAD].refused(
+        tied = self.architecture.tie_embeddings and _HEAD in self.tensors
+        if tied and not torch.equal(self.tensors[_HEAD].whole(), self.tensors[_EMBEDDING].whole()):
+            raise self.tensors[_HEAD].error(
                 f"expected the values of {_EMBEDDING} (config.json says tie_word_embeddings), found others"
             )
 
@@ -107,7 +107,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         partial.replace(target)
         sync_path(target.parent)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{target}: the checkpoint cannot be written: {why_not_written(error)}") from error
+        raise UserError(f"{target}: the checkpoint cannot be written: {write_problem(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -137,17 +137,17 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], tied: bool, where: Path) -> None:
-    allowed = {**shapes, _HEAD: shapes[_EMBEDDING]} if tied else shapes
+    known_shapes = {**shapes, _HEAD: shapes[_EMBEDDING]} if tied else shapes
     missing = [name for name in shapes if name not in stored]
     problems = [f"{where}: tensor {name}: expected shape {list(shapes[name])}, found nothing" for name in missing]
     for name, tensor in stored.items():
         place = f"{tensor.file}: tensor {name}"
         shape = tensor.spec.shape
         dtype = tensor.spec.dtype
-        if name not in allowed:
+        if name not in known_shapes:
             problems.append(f"{place}: expected nothing of this name, found shape {list(shape)}")
-        elif shape != allowed[name]:
-            problems.append(f"{place}: expected shape {list(allowed[name])}, found {list(shape)}")
+        elif shape != known_shapes[name]:
+            problems.append(f"{place}: expected shape {list(known_shapes[name])}, found {list(shape)}")
         elif dtype not in _DTYPES:
             problems.append(f"{place}: expected dtype {', '.join(_DTYPES)}, found {dtype}")
     if problems:
@@ -171,9 +171,9 @@ def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Arc
         )
     sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     others = ("family", "rope_theta", "max_positions", "tie_embeddings")
-    chosen: dict[str, Any] = {name: getattr(config, name) for name in (*sizes, *others)}
+    fields: dict[str, Any] = {name: getattr(config, name) for name in (*sizes, *others)}
     return Architecture(
-        **chosen,
+        **fields,
         vocab_size=vocab_size,
         rms_norm_eps=1e-6,
         rope_scaling=None,

@@ -96,18 +96,18 @@ class Decoder:
             observe: called per layer with q, k, v [B, heads, T, d] as they are cached."""
         cos, sin = self.rotary_tables(positions)
         x = torch.nn.functional.embedding(tokens, weights.embedding)
-        added = None
+        delta = None
         for i, layer in enumerate(weights.layers):
-            x, operand = self._input(x, added, layer.attention_norm)
+            x, operand = self._input(x, delta, layer.attention_norm)
             q, k, v = self._qkv(i, layer, operand, cos, sin)
             if observe is not None:
                 observe(i, (q, k, v))
             attended = _attend(self.formats.attention, i, (q, k, v), context, scales[i] if scales else None)
-            added = self._output(self.formats.linears[i](attended, layer.output), layer.attention_norm)
-            x, operand = self._input(x, added, layer.mlp_norm)
-            mixed = feed_forward(operand.flatten(0, 1), layer.mlp, self.formats.mlp(i), self._sparse.get(i), routing)
-            added = self._output(mixed, layer.mlp_norm)
-        return self._add_norm(x, added, weights.norm)[1]
+            delta = self._output(self.formats.linears[i](attended, layer.output), layer.attention_norm)
+            x, operand = self._input(x, delta, layer.mlp_norm)
+            mlp_out = feed_forward(operand.flatten(0, 1), layer.mlp, self.formats.mlp(i), self._sparse.get(i), routing)
+            delta = self._output(mlp_out, layer.mlp_norm)
+        return self._add_norm(x, delta, weights.norm)[1]
 
     def completion_logprobs(
         self,
@@ -121,27 +121,27 @@ class Decoder:
         routing = TOP_K if batch.experts is None else ReplayedRouting(batch.experts)
         context = FullContext.of(batch.valid)
         hidden = self.hidden(weights, batch.tokens, batch.positions, context, scales, observe, routing)
-        predicted = batch.response_mask[:, 1:]
-        states = hidden[:, :-1][predicted]
-        targets = batch.tokens[:, 1:][predicted]
+        response_mask = batch.response_mask[:, 1:]
+        states = hidden[:, :-1][response_mask]
+        targets = batch.tokens[:, 1:][response_mask]
         return token_logprobs(states, weights.head, self.formats.head, targets, temperature)
 
     def rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self._cos[positions][:, None], self._sin[positions][:, None]
 
-    def _input(self, x: Tensor, added: Tensor | None, norm: Tensor) -> tuple[Tensor, Tensor]:
+    def _input(self, x: Tensor, delta: Tensor | None, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream with the last block's part, and the operand of the next block."""
         if self._parts.norms == "before":
-            return self._add_norm(x, added, norm)
-        total = x if added is None else self.formats.rounding(x + added.view_as(x))
+            return self._add_norm(x, delta, norm)
+        total = x if delta is None else self.formats.rounding(x + delta.view_as(x))
         return total, total
 
-    def _output(self, computed: Tensor, norm: Tensor) -> Tensor:
+    def _output(self, out: Tensor, norm: Tensor) -> Tensor:
         """The part that a block adds to the residual stream."""
-        return computed if self._parts.norms == "before" else self._norm(computed, norm)
+        return out if self._parts.norms == "before" else self._norm(out, norm)
 
-    def _add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        total = x if added is None else x + added.view_as(x)
+    def _add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x if delta is None else x + delta.view_as(x)
         return self.formats.rounding(total), self._norm(self.formats.points.sums(total), weight)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from fp8core.numerics.linear import LinearFormat, LinearWeight
 from fp8core.numerics.logprobs import HeadWeight, log_softmax
 
 # Marks positions of a replay at which the router chooses by itself.
-UNRECORDED = -1
+NO_ROUTE = -1
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class RecordedRouting:
         if layer == 0:
             self._layers = []
         assert len(self._layers) == layer, "sparse layers must be computed in order"
-        chosen = top_k(logits, k)
-        self._layers.append(chosen)
-        return chosen
+        experts = top_k(logits, k)
+        self._layers.append(experts)
+        return experts
 
     def recorded(self, batch: int) -> Tensor:
         """The choice of the last call: int64 [batch, T, sparse layers, k]."""
-        chosen = torch.stack(self._layers, dim=1)
-        return chosen.view(batch, -1, *chosen.shape[1:])
+        experts = torch.stack(self._layers, dim=1)
+        return experts.view(batch, -1, *experts.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,18 @@ class ReplayedRouting:
     """A recorded choice, forced on the router.
 
     Attributes:
-        experts: int16 [B, T, sparse layers, k], ascending; `UNRECORDED` where the router chooses by itself.
+        experts: int16 [B, T, sparse layers, k], ascending; `NO_ROUTE` where the router chooses by itself.
     """
 
     experts: Tensor
 
     def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
-        recorded = self.experts[:, :, layer].flatten(0, 1).long()
-        assert recorded.shape == (logits.shape[0], k), f"the replay is of another shape: {tuple(self.experts.shape)}"
-        assert int(recorded.max()) < logits.shape[1], "the replay names an expert that does not exist"
-        return torch.where(recorded == UNRECORDED, top_k(logits, k), recorded)
+        layer_experts = self.experts[:, :, layer].flatten(0, 1).long()
+        assert layer_experts.shape == (logits.shape[0], k), (
+            f"the replay is of another shape: {tuple(self.experts.shape)}"
+        )
+        assert int(layer_experts.max()) < logits.shape[1], "the replay names an expert that does not exist"
+        return torch.where(layer_experts == NO_ROUTE, top_k(logits, k), layer_experts)
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
@@ -124,9 +126,9 @@ def feed_forward(
         return mlp(x, weights, formats, formats.points.activated)
     assert layer is not None, "experts in a dense layer"
     logits = formats.points.routed(router_logits(x, weights.router))
-    chosen = routing.choose(layer, logits, weights.per_token)
-    gates = formats.points.gates(gate_weights(logits, chosen, weights.normalise_top_k))
-    return mix(x, weights.experts, formats, chosen, gates)
+    experts = routing.choose(layer, logits, weights.per_token)
+    gates = formats.points.gates(gate_weights(logits, experts, weights.normalise_top_k))
+    return mix(x, weights.experts, formats, experts, gates)
 
 
 def mlp(x: Tensor, weights: MlpWeights, formats: MlpFormats, activated: Rounding) -> Tensor:
@@ -155,20 +157,20 @@ def router_logits(x: Tensor, router: HeadWeight) -> Tensor:
     return logits
 
 
-def gate_weights(logits: Tensor, chosen: Tensor, normalise_top_k: bool) -> Tensor:
+def gate_weights(logits: Tensor, experts: Tensor, normalise_top_k: bool) -> Tensor:
     """Weight of each chosen expert, FP32 [tokens, k]; `normalise_top_k`: softmax over the chosen, else over all."""
     if normalise_top_k:
-        return log_softmax(logits.gather(-1, chosen), temperature=1.0).exp().float()
-    return log_softmax(logits, temperature=1.0).gather(-1, chosen).exp().float()
+        return log_softmax(logits.gather(-1, experts), temperature=1.0).exp().float()
+    return log_softmax(logits, temperature=1.0).gather(-1, experts).exp().float()
 
 
-def mix(x: Tensor, experts: Sequence[MlpWeights], formats: MlpFormats, chosen: Tensor, gates: Tensor) -> Tensor:
+def mix(x: Tensor, experts: Sequence[MlpWeights], formats: MlpFormats, expert_ids: Tensor, gates: Tensor) -> Tensor:
     """Weighted sum of each token's experts, FP32 [tokens, hidden] like `x`.
 
-    `chosen` (int64, ascending) and `gates` (FP32) are [tokens, k].
+    `expert_ids` (int64, ascending) and `gates` (FP32) are [tokens, k].
     """
-    tokens, k = chosen.shape
-    slots = chosen.flatten()
+    tokens, k = expert_ids.shape
+    slots = expert_ids.flatten()
     by_expert = slots.argsort(stable=True)
     inputs = x[by_expert // k].split(slots.bincount(minlength=len(experts)).tolist())
     pairs = [(rows, expert) for rows, expert in zip(inputs, experts, strict=True) if len(rows)]

@@ -82,7 +82,7 @@ def _snapshot(model: str, revision: str | None, files: Sequence[str], key: str) 
 
 
 # Shapes of models that configurations here name, so that a plan needs no network and no licence.
-PUBLISHED = TypeAdapter(dict[str, Architecture]).validate_python(
+HUB_ARCHITECTURES = TypeAdapter(dict[str, Architecture]).validate_python(
     yaml.safe_load(Path(__file__).with_name("published.yaml").read_text("utf-8"))
 )
 
@@ -93,7 +93,7 @@ def model_shape(config: RunConfig) -> Architecture:
     if config.architecture is not None:
         return architecture_from_config(config.architecture, config.data.vocabulary_size)
     assert config.model is not None, "RunConfig demands a model or an architecture"
-    if config.model in PUBLISHED and config.revision is None and not Path(config.model).is_dir():
-        return PUBLISHED[config.model]
+    if config.model in HUB_ARCHITECTURES and config.revision is None and not Path(config.model).is_dir():
+        return HUB_ARCHITECTURES[config.model]
     folder = resolve_model(config.model, config.revision, files=["config.json"]).folder
     return architecture_from_hf(read_json_object(folder / "config.json"), str(folder / "config.json"))

@@ -26,7 +26,9 @@ def block_fp8_section(kept_modules: Iterable[str]) -> dict[str, Any]:
     return {**BLOCK_FP8, "modules_to_not_convert": list(kept_modules)}
 
 
-def write_quantised(source: Path, target: Path, tiles: Grouping, first_layers: int = 0, last_layers: int = 0) -> None:
+def write_fp8_checkpoint(
+    source: Path, target: Path, tiles: Grouping, first_layers: int = 0, last_layers: int = 0
+) -> None:
     """Write a folder of `save_checkpoint` in block FP8, but for layers at both ends; equal input gives equal bytes.
 
     The target, which must not exist or be empty, appears whole or not at all.
@@ -35,16 +37,16 @@ def write_quantised(source: Path, target: Path, tiles: Grouping, first_layers: i
     layers = range(checkpoint.architecture.num_layers)
     wide = {*layers[:first_layers], *layers[len(layers) - last_layers :]}
     formats = StoredNames.by_layer(*("bf16" if layer in wide else "fp8_block" for layer in layers))
-    quantised = {name for name in checkpoint.stored if formats.of(name) == "fp8_block"}
-    for name in sorted(quantised):
-        for side in (shape := checkpoint.stored[name].spec.shape):
+    fp8_names = {name for name in checkpoint.tensors if formats.of(name) == "fp8_block"}
+    for name in sorted(fp8_names):
+        for side in (shape := checkpoint.tensors[name].spec.shape):
             if side > TILE and side % TILE:
-                raise checkpoint.stored[name].refused(
+                raise checkpoint.tensors[name].error(
                     f"{list(shape)} is not cut into whole tiles: {side} is no multiple of {TILE}, and neither "
                     "transformers nor vLLM reads that in block FP8; export it in BF16"
                 )
     config = read_json_object(source / "config.json")
-    config["quantization_config"] = block_fp8_section(_kept_modules(checkpoint, quantised))
+    config["quantization_config"] = block_fp8_section(_kept_modules(checkpoint, fp8_names))
     with whole_folder(target) as folder:
         for path in source.iterdir():
             if path.name not in (WEIGHTS, "config.json"):
@@ -57,12 +59,12 @@ def write_quantised(source: Path, target: Path, tiles: Grouping, first_layers: i
             sync_path(path)
 
 
-def _kept_modules(checkpoint: Checkpoint, quantised: set[str]) -> list[str]:
+def _kept_modules(checkpoint: Checkpoint, fp8_names: set[str]) -> list[str]:
     """The modules with a matrix in BF16; of an expert the one that holds all experts, which every reader supports."""
     # A head that shares the embedding's weight has no tensor, and is a module nevertheless.
     modules = {"lm_head"}
-    for name, tensor in checkpoint.stored.items():
-        if len(tensor.spec.shape) == 2 and name not in quantised and "embed_tokens" not in name:
+    for name, tensor in checkpoint.tensors.items():
+        if len(tensor.spec.shape) == 2 and name not in fp8_names and "embed_tokens" not in name:
             stem, experts, _ = name.partition(".experts.")
             modules.add(f"{stem}.experts" if experts else name.removesuffix(".weight"))
     return sorted(modules)

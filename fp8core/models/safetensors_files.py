@@ -52,7 +52,7 @@ class StoredTensor:
     file: Path
     spec: StoredSpec
 
-    def refused(self, problem: str) -> UserError:
+    def error(self, problem: str) -> UserError:
         return UserError(f"{self.file}: tensor {self.spec.name}: {problem}")
 
     def whole(self) -> Tensor:
@@ -77,9 +77,9 @@ class TensorSource(Mapping[str, Tensor]):
 class FileTensors(TensorSource):
     """Tensors that are read in their files; another process must see these at the same paths."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         # The other process has a working directory of its own.
-        self._stored = {name: replace(place, file=place.file.absolute()) for name, place in stored.items()}
+        self._stored = {name: replace(place, file=place.file.absolute()) for name, place in tensors.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._stored[name].whole()

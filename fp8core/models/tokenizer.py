@@ -59,8 +59,8 @@ class Tokenizer:
         self.end_id: int = eos_id if eos_id is not None else min(self.eos_ids)
         self.pad_id: int = pad_id if pad_id is not None else min(self.eos_ids)
         self.vocab_size = max(self._backend.get_vocab().values(), default=0) + 1
-        added = self._backend.get_added_tokens_decoder()
-        self._control = {i for i, token in added.items() if token.content.strip()}
+        special_tokens = self._backend.get_added_tokens_decoder()
+        self._control = {i for i, token in special_tokens.items() if token.content.strip()}
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -157,7 +157,7 @@ class Tokenizer:
         Raises UserError: the template refuses the messages or fails."""
         assert self.has_template, "without a chat template nothing is rendered"
         try:
-            rendered = self._fast.apply_chat_template(
+            text = self._fast.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=(_FIXED_DATE if "strftime_now" in self.template else "") + self.template,
@@ -167,7 +167,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program of others, and may raise anything
             raise UserError(f"{self.where}: the chat template failed: {' '.join(str(error).split())}") from error
-        return str(rendered)
+        return str(text)
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and, if there is a template, chat_template.jinja."""

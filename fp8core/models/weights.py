@@ -107,15 +107,15 @@ def stored_weights(masters: Mapping[str, Tensor], formats: StoredNames, tiles: G
     """Weights as they are shipped to an engine and saved for it, from FP32 masters by Hugging Face name.
 
     E4M3 codes with `<name>_scale_inv` for block-FP8 linears, BF16 or FP32 for everything else."""
-    stored: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, master in masters.items():
         form = formats.of(name)
         narrow = master.detach().to(torch.float32 if form == "fp32" else torch.bfloat16)
         if form == "fp8_block":
-            stored[name], stored[name + SCALE_SUFFIX] = tile_codes(narrow, tiles)
+            tensors[name], tensors[name + SCALE_SUFFIX] = tile_codes(narrow, tiles)
         else:
-            stored[name] = narrow
-    return stored
+            tensors[name] = narrow
+    return tensors
 
 
 class EngineWeights(Protocol):
@@ -167,7 +167,7 @@ class PreparedWeights:
     `tiles` are those that codes were quantised in, as every shipped recipe has them.
     """
 
-    stored: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
     tiles: Grouping = FP32_ACTIVATIONS.weights
     _linears: dict[tuple[str, ...], LinearWeight] = field(default_factory=dict)
     _heads: dict[str, HeadWeight] = field(default_factory=dict)
@@ -175,21 +175,21 @@ class PreparedWeights:
     def linear(self, names: tuple[str, ...]) -> LinearWeight:
         if names not in self._linears:
             tile = self.tiles.rows, self.tiles.columns
-            parts = [StoredWeight(self.stored[name], self.stored.get(name + SCALE_SUFFIX), tile) for name in names]
+            parts = [StoredWeight(self.tensors[name], self.tensors.get(name + SCALE_SUFFIX), tile) for name in names]
             self._linears[names] = load_weight(parts)
         return self._linears[names]
 
     def head(self, name: str) -> HeadWeight:
         if name not in self._heads:
-            self._heads[name] = load_head(self.stored[name])
+            self._heads[name] = load_head(self.tensors[name])
         return self._heads[name]
 
 
 def load_policy(
-    arch: Architecture, stored: Mapping[str, Tensor] | PreparedWeights, masters: Mapping[str, Tensor] | None = None
+    arch: Architecture, tensors: Mapping[str, Tensor] | PreparedWeights, masters: Mapping[str, Tensor] | None = None
 ) -> PolicyWeights:
     """Make stored weights ready to compute; `masters`: FP32 parameters that receive gradients, None for inference."""
-    source = _Source(stored if isinstance(stored, PreparedWeights) else PreparedWeights(stored), masters)
+    source = _Source(tensors if isinstance(tensors, PreparedWeights) else PreparedWeights(tensors), masters)
     head = "model.embed_tokens.weight" if arch.tie_embeddings else "lm_head.weight"
     return PolicyWeights(
         embedding=source.plain("model.embed_tokens.weight"),
@@ -206,8 +206,8 @@ class _Source:
 
     def plain(self, name: str) -> Tensor:
         if self.masters is None:
-            return self.prepared.stored[name].float()
-        if self.prepared.stored[name].dtype == torch.float32:
+            return self.prepared.tensors[name].float()
+        if self.prepared.tensors[name].dtype == torch.float32:
             return self.masters[name]
         return round_to_bf16(self.masters[name])
 

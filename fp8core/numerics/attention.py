@@ -78,8 +78,8 @@ class Fp16OverFp8Attention(Fp8Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
         assert scales is not None, "FP8 attention without scales: calibrate first"
-        rounded = to_fp16_rows(q, _PRODUCT_BITS - (q.shape[-1] - 1).bit_length())
-        scores = _scores(rounded, k, mask, scales.k)
+        q_fp16 = to_fp16_rows(q, _PRODUCT_BITS - (q.shape[-1] - 1).bit_length())
+        scores = _scores(q_fp16, k, mask, scales.k)
         p = to_fp16(torch.exp(scores - scores.detach().amax(-1, keepdim=True)))
         return round_to_bf16(_per_query_head(p, v) * scales.v / p.sum(-1, keepdim=True))
 
@@ -90,12 +90,12 @@ FP8_CACHE_FORMS: dict[str, AttentionFormat] = {
 }
 
 
-class _Unquantised:
+class _NoQuantisation:
     def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]:
         return k.double(), v.double()
 
 
-class Bf16Attention(_Unquantised):
+class Bf16Attention(_NoQuantisation):
     """FP64 accumulation; P is rounded to BF16, as FlashAttention does, or as said."""
 
     name = "bf16"
@@ -112,12 +112,12 @@ class _ExactFp32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         batch, heads, queries, dim = q.shape
-        grouped = q.reshape(batch, k.shape[1], -1, dim)
-        products = sliced_gemm(grouped, k).view(batch, heads, queries, -1)
+        q_groups = q.reshape(batch, k.shape[1], -1, dim)
+        products = sliced_gemm(q_groups, k).view(batch, heads, queries, -1)
         p, row_sum = _weights((products / math.sqrt(dim)).masked_fill(~mask, -math.inf))
-        shared = p.reshape(batch, k.shape[1], -1, p.shape[-1])
+        p_groups = p.reshape(batch, k.shape[1], -1, p.shape[-1])
         ctx.save_for_backward(q, k, v, mask)
-        return (ordered_gemm(shared, v.double()).view(q.shape) / row_sum).float()
+        return (ordered_gemm(p_groups, v.double()).view(q.shape) / row_sum).float()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -128,7 +128,7 @@ class _ExactFp32(torch.autograd.Function):
         return by_q, by_k, by_v, None
 
 
-class ExactFp32Attention(_Unquantised):
+class ExactFp32Attention(_NoQuantisation):
     """No order of summation shows; the backward is that of `Fp32Attention`."""
 
     name = "fp32"
@@ -138,7 +138,7 @@ class ExactFp32Attention(_Unquantised):
         return out
 
 
-class Fp32Attention(_Unquantised):
+class Fp32Attention(_NoQuantisation):
     """The reference mode: sums run in FP64, in an order that depends on the batch."""
 
     name = "fp32"
@@ -150,8 +150,8 @@ class Fp32Attention(_Unquantised):
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
     batch, heads, queries, dim = q.shape
-    grouped = q.reshape(batch, k.shape[1], -1, dim)
-    products = (grouped @ k.transpose(-1, -2)).view(batch, heads, queries, k.shape[2])
+    q_groups = q.reshape(batch, k.shape[1], -1, dim)
+    products = (q_groups @ k.transpose(-1, -2)).view(batch, heads, queries, k.shape[2])
     return (products * (scale / math.sqrt(dim))).masked_fill(~mask, -math.inf)
 
 

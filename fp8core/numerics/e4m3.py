@@ -67,11 +67,11 @@ def quantise_rows(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     group = grouping.columns
     if columns % group == 0:
-        grouped = x.view(rows, columns // group, group) if x.is_contiguous() else x.reshape(rows, -1, group)
-        scales = scale_from_amax(grouped.abs().amax(-1), grouping.rule, grouping.floor)
-        return round_to_e4m3(grouped / scales.unsqueeze(-1)).view(rows, columns), scales
-    padded = torch.nn.functional.pad(x, (0, -columns % group))
-    grid, scales = quantise_rows(padded, grouping)
+        groups = x.view(rows, columns // group, group) if x.is_contiguous() else x.reshape(rows, -1, group)
+        scales = scale_from_amax(groups.abs().amax(-1), grouping.rule, grouping.floor)
+        return round_to_e4m3(groups / scales.unsqueeze(-1)).view(rows, columns), scales
+    x_padded = torch.nn.functional.pad(x, (0, -columns % group))
+    grid, scales = quantise_rows(x_padded, grouping)
     return grid[:, :columns].contiguous(), scales
 
 
@@ -121,7 +121,7 @@ class FiniteFlag:
 def row_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
     """Codes [rows, columns] and scales [rows, groups] of BF16 or FP32 [rows, columns], with one element at least.
     Raises GroupNotFinite: x holds NaN or infinity, and there is no `flag` or the reference runs."""
-    return _encoded(quantise_rows(x.float(), grouping))
+    return _encode(quantise_rows(x.float(), grouping))
 
 
 @with_kernel("quantise")
@@ -129,12 +129,12 @@ def row_and_column_codes(
     x: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
     """`row_codes` of a tensor, and of its transpose: codes [columns, rows] and scales [columns, groups]."""
-    return _encoded(quantise_rows(x.float(), rows)), _encoded(quantise_columns(x.float(), columns))
+    return _encode(quantise_rows(x.float(), rows)), _encode(quantise_columns(x.float(), columns))
 
 
 @with_kernel("quantise")
 def tile_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
-    return _encoded(quantise_tiles(x.float(), grouping))
+    return _encode(quantise_tiles(x.float(), grouping))
 
 
 @contextmanager
@@ -146,6 +146,6 @@ def finite_check(device: torch.device, flag: FiniteFlag | None) -> Iterator[Tens
         own.check()
 
 
-def _encoded(quantised: tuple[Tensor, Tensor]) -> Codes:
+def _encode(quantised: tuple[Tensor, Tensor]) -> Codes:
     grid, scales = quantised
     return encode(grid), scales

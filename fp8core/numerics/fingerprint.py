@@ -148,7 +148,7 @@ def slice_sums(slices: Sequence[Slice]) -> list[list[int]]:
     return sums
 
 
-def combined(sums: Sequence[Sequence[Sequence[int]]]) -> list[str]:
+def combine_sums(sums: Sequence[Sequence[Sequence[int]]]) -> list[str]:
     """The fingerprints of tensors from the `slice_sums` of their slices."""
     return [hex_digits([sum(lane) for lane in zip(*lanes, strict=True)]) for lanes in zip(*sums, strict=True)]
 

@@ -25,10 +25,10 @@ from fp8core.numerics.recipe import E4M3_MAX, AttentionProducts, Grouping
 
 
 @with_kernel("norm")
-def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Residual sum x + `added` and its RMSNorm, BF16 [tokens, hidden], and 1 / rms, FP32 [tokens]; the weight is FP32
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Residual sum x + `delta` and its RMSNorm, BF16 [tokens, hidden], and 1 / rms, FP32 [tokens]; the weight is FP32
     [hidden] of BF16 values."""
-    total = x if added is None else (x.float() + added.float()).bfloat16()
+    total = x if delta is None else (x.float() + delta.float()).bfloat16()
     wide = total.float()
     inverse = torch.rsqrt(wide.double().square().mean(-1) + eps).float()
     return total, rms_norm(wide, weight, eps, round_to_bf16, KERNELS.normalised).bfloat16(), inverse
@@ -36,16 +36,16 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 
 @with_kernel("norm")
 def add_norm_row_codes(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rows: Grouping, flag: FiniteFlag | None = None
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rows: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Tensor, Codes]:
-    total, normed, _inverse = add_norm(x, added, weight, eps)
+    total, normed, _inverse = add_norm(x, delta, weight, eps)
     return total, row_codes(normed, rows, flag)
 
 
 @with_kernel("norm")
 def add_norm_codes(
     x: Tensor,
-    added: Tensor | None,
+    delta: Tensor | None,
     weight: Tensor,
     eps: float,
     rows: Grouping,
@@ -53,7 +53,7 @@ def add_norm_codes(
     flag: FiniteFlag | None = None,
 ) -> tuple[Tensor, Codes, Codes, Tensor]:
     """The sum, codes of its norm by rows and by columns, and 1 / rms."""
-    total, normed, inverse = add_norm(x, added, weight, eps)
+    total, normed, inverse = add_norm(x, delta, weight, eps)
     return total, *row_and_column_codes(normed, rows, columns, flag), inverse
 
 
@@ -201,8 +201,8 @@ def head_gradients(
 
 def static_codes(x: Tensor, scale: float) -> Tensor:
     # Divided by a tensor: torch multiplies by the reciprocal of a number on a GPU, which is another rounding.
-    divided = x.float() / torch.full((), scale, device=x.device)
-    return divided.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    quotient = x.float() / torch.full((), scale, device=x.device)
+    return quotient.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
 
 
 def limits_of(scales: LayerScales, products: AttentionProducts) -> tuple[float, float, float]:

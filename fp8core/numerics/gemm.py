@@ -92,8 +92,8 @@ def sliced_gemm(left: Tensor, right: Tensor) -> Tensor:
     "Error-free transformations of matrix multiplication", 2012). The rest is below the rounding of FP32."""
     bits = alignment_bits(left.shape[-1])
     (high, low), (other_high, other_low) = _slices(left.double(), bits), _slices(right.double(), bits)
-    crossed = high @ other_low.mT + low @ other_high.mT
-    return high @ other_high.mT + (crossed + low @ other_low.mT)
+    cross_terms = high @ other_low.mT + low @ other_high.mT
+    return high @ other_high.mT + (cross_terms + low @ other_low.mT)
 
 
 def _slices(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -141,20 +141,20 @@ def input_gradient_gemm(grad: Codes, transposed: Codes) -> Tensor:
 def weight_gradient_gemm(grad: Codes, x: Codes, total: Tensor | None = None) -> Tensor:
     """dY^T X, FP32 [out, in], of dY^T [out, tokens] and X^T [in, tokens] in groups along the tokens, added to `total`
     in place. On a GPU the number of tokens is a multiple of 16."""
-    return _added(_code_gemm(grad, x).float(), total)
+    return _add(_code_gemm(grad, x).float(), total)
 
 
 def fp32_product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
     """left @ right of BF16 matrices, with FP32 sums, added to FP32 `total` in place."""
     if not left.is_cuda:
-        return _added(left.float() @ right.float(), total)
+        return _add(left.float() @ right.float(), total)
     if total is None:
         return torch.mm(left, right, out_dtype=torch.float32)
     # One kernel reads and writes the total; a product of its own would be written, and both read again.
     return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
-def _added(product: Tensor, total: Tensor | None) -> Tensor:
+def _add(product: Tensor, total: Tensor | None) -> Tensor:
     return product if total is None else total.add_(product)
 
 

@@ -33,13 +33,13 @@ def most_rows(slots: int, experts: int) -> int:
     return (slots + min(slots, experts) * (TILE - 1)) // TILE * TILE
 
 
-def group_rows(chosen: Tensor, experts: int) -> GroupedRows:
-    """Rows by ascending expert, then token; `chosen` is [tokens, k], no expert twice in a row."""
-    tokens, k = chosen.shape
+def group_rows(expert_ids: Tensor, experts: int) -> GroupedRows:
+    """Rows by ascending expert, then token; `expert_ids` is [tokens, k], no expert twice in a row."""
+    tokens, k = expert_ids.shape
     slots = tokens * k
-    device = chosen.device
+    device = expert_ids.device
     # A router of NaN may name an expert that does not exist. Its gates are NaN, which shows in the result.
-    by_expert = chosen.flatten().long().clamp(0, experts - 1).sort(stable=True)
+    by_expert = expert_ids.flatten().long().clamp(0, experts - 1).sort(stable=True)
     every = torch.arange(experts, device=device)
     first = torch.searchsorted(by_expert.values, every)
     count = torch.searchsorted(by_expert.values, every, right=True) - first
@@ -58,8 +58,8 @@ def group_rows(chosen: Tensor, experts: int) -> GroupedRows:
 def gathered_codes(x: Codes, rows: Tensor) -> Codes:
     """Codes and column-major scales of these rows, int64 [rows]."""
     codes, scales = x
-    taken = codes.view(torch.uint8).index_select(0, rows).view(codes.dtype)
-    return taken, scales.t().index_select(1, rows).t()
+    bytes_of_rows = codes.view(torch.uint8).index_select(0, rows).view(codes.dtype)
+    return bytes_of_rows, scales.t().index_select(1, rows).t()
 
 
 @with_kernel("hopper_gemm")
@@ -96,14 +96,14 @@ class Quantisers:
 
 
 def grouped_experts(
-    x: Tensor, chosen: Tensor, gates: Tensor, weights: tuple[Codes, Codes], quantisers: Quantisers
+    x: Tensor, expert_ids: Tensor, gates: Tensor, weights: tuple[Codes, Codes], quantisers: Quantisers
 ) -> Tensor:
     """Sum of g_e W_down,e (silu(W_gate,e x) * W_up,e x) over the chosen experts of each token, BF16 [tokens, hidden].
 
-    `x` is BF16 [tokens, hidden], `chosen` integers and `gates` FP32 [tokens, k]. Weights are gate above up, [experts, 2
-    m, hidden], and down, [experts, hidden, m], with sides of multiples of 128."""
+    `x` is BF16 [tokens, hidden], `expert_ids` integers and `gates` FP32 [tokens, k]. Weights: gate above up, [experts,
+    2 m, hidden], and down, [experts, hidden, m], with sides of multiples of 128."""
     gate_up, down = weights
-    rows = group_rows(chosen, len(gate_up[0]))
+    rows = group_rows(expert_ids, len(gate_up[0]))
     inputs = gathered_codes(quantisers.inputs(x), rows.tokens)
     inner = quantisers.activated(grouped_gemm(inputs, gate_up, rows.experts))
     return weighted_sum(grouped_gemm(inner, down, rows.experts), rows.places, gates)

@@ -105,8 +105,8 @@ def scales_from_statistics(amax: list[LayerAmax], margin: float, rule: ScaleRule
     return [LayerScales(*row) for row in scale_from_amax(values, rule).tolist()]
 
 
-def scale_distance(used: Sequence[LayerScales], fresh: Sequence[LayerScales]) -> float:
+def scale_distance(ours: Sequence[LayerScales], fresh: Sequence[LayerScales]) -> float:
     """Mean |log2(used / fresh)|: 1 where all are twice as large."""
-    assert len(used) == len(fresh), "scales of another model"
-    pairs = [(getattr(u, name), getattr(f, name)) for u, f in zip(used, fresh, strict=True) for name in "qkv"]
+    assert len(ours) == len(fresh), "scales of another model"
+    pairs = [(getattr(u, name), getattr(f, name)) for u, f in zip(ours, fresh, strict=True) for name in "qkv"]
     return math.fsum(abs(math.log2(u / f)) for u, f in pairs) / len(pairs)

@@ -80,8 +80,8 @@ def load_weight(parts: list[StoredWeight]) -> LinearWeight:
     if all(part.scales is None for part in parts):
         plain = torch.cat([part.values.float() for part in parts])
         return LinearWeight(plain, None, plain.double(), master=None)
-    row_scales = _stacked([part.row_scales for part in parts])
-    values = _stacked([part.values for part in parts])
+    row_scales = _stack([part.row_scales for part in parts])
+    values = _stack([part.values for part in parts])
     dequantised = torch.empty(values.shape, dtype=torch.float64)
     # Pieces stay in the cache. Rows of a tile have the same scales, and those of one part begin at its own tile.
     first = 0
@@ -95,7 +95,7 @@ def load_weight(parts: list[StoredWeight]) -> LinearWeight:
     return LinearWeight(values, row_scales, dequantised, master=None)
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
+def _stack(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

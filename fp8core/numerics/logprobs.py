@@ -69,8 +69,8 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def token_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, int64 [tokens], and entropy of each distribution; FP32 [tokens]."""
     logp = log_softmax(logits, temperature)
-    chosen = logp.gather(-1, targets[:, None]).squeeze(-1).float()
-    return chosen, -(logp.exp() * logp).sum(-1).float()
+    target_logprobs = logp.gather(-1, targets[:, None]).squeeze(-1).float()
+    return target_logprobs, -(logp.exp() * logp).sum(-1).float()
 
 
 @with_kernel("softmax")
@@ -150,13 +150,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, master: Tensor | None, head: ChunkedHead, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        chosen = []
+        logprob_parts = []
         entropies = []
         for part in _chunks(head, len(targets)):
-            of_chosen, entropy = head.statistics(hidden[part], targets[part])
-            chosen.append(of_chosen)
+            target_logprobs, entropy = head.statistics(hidden[part], targets[part])
+            logprob_parts.append(target_logprobs)
             entropies.append(entropy)
-        logprobs = head.total(torch.cat(chosen))
+        logprobs = head.total(torch.cat(logprob_parts))
         entropy = head.total(torch.cat(entropies))
         ctx.save_for_backward(hidden, targets, entropy)
         ctx.head = head

@@ -18,7 +18,7 @@ _CHUNK = 1 << 15
 def merged_weight(base: Tensor, left: Tensor, right: Tensor, factor: float) -> Tensor:
     """FP32 from W, BF16 or FP32 [out, in], B, FP32 [out, rank], and A, FP32 [rank, in]. W and B may be the same rows of
     the whole."""
-    merged = torch.empty_like(base, dtype=torch.float32)
+    policy_weight = torch.empty_like(base, dtype=torch.float32)
     step = max(1, _CHUNK // base.shape[1])
     wide = right.double()
     for start in range(0, len(base), step):
@@ -28,8 +28,8 @@ def merged_weight(base: Tensor, left: Tensor, right: Tensor, factor: float) -> T
         for rank in range(len(right)):
             # The product is exact, so a fused operation rounds as two do.
             total.addcmul_(columns[:, rank, None], wide[rank])
-        merged[rows] = total.mul_(factor).add_(base[rows])
-    return merged
+        policy_weight[rows] = total.mul_(factor).add_(base[rows])
+    return policy_weight
 
 
 def adapter_gradients(gradient: Tensor, left: Tensor, right: Tensor, factor: float) -> tuple[Tensor, Tensor]:
@@ -37,12 +37,12 @@ def adapter_gradients(gradient: Tensor, left: Tensor, right: Tensor, factor: flo
     return (gradient @ right.t()).mul_(factor), (left.t() @ gradient).mul_(factor)
 
 
-class _Merged(torch.autograd.Function):
+class _AdapterGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor, merged: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, left: Tensor, right: Tensor, policy_weight: Tensor, factor: float) -> Tensor:
         ctx.save_for_backward(left, right)
         ctx.factor = factor
-        return merged.view_as(merged)
+        return policy_weight.view_as(policy_weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -50,7 +50,7 @@ class _Merged(torch.autograd.Function):
         return *adapter_gradients(gradient, left, right, ctx.factor), None, None
 
 
-def with_gradients(merged: Tensor, left: Tensor, right: Tensor, factor: float) -> Tensor:
+def with_gradients(policy_weight: Tensor, left: Tensor, right: Tensor, factor: float) -> Tensor:
     """A merged weight whose gradient goes on to B and A."""
-    weight: Tensor = _Merged.apply(left, right, merged, factor)  # type: ignore[no-untyped-call]
+    weight: Tensor = _AdapterGradients.apply(left, right, policy_weight, factor)  # type: ignore[no-untyped-call]
     return weight

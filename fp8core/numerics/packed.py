@@ -96,7 +96,7 @@ class AttentionOutput(NamedTuple):
     for_backward: tuple[Tensor, ...]
 
 
-def copied(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Without a wait; torch keeps the pinned memory until a GPU has read it."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
@@ -119,7 +119,7 @@ class DevicePack(NamedTuple):
         # Rows of shorter sequences run on into pages that no query reads.
         pages = pages.clamp(max=sequences.tokens // PAGE - 1)
         tensors = sequences.positions, starts, pages
-        return cls(sequences, *(copied(tensor, device) for tensor in tensors))
+        return cls(sequences, *(copy_to(tensor, device) for tensor in tensors))
 
 
 class PackedAttention(NamedTuple):

@@ -88,9 +88,9 @@ def _frozen_scorers(config: RunConfig, arch: Architecture) -> Needs:
         scorers["reference"] = config, arch
     distillation = config.loss.distillation
     if TEACHER in steps and distillation.teacher is not None:
-        named = {"model": distillation.teacher, "revision": distillation.revision, "architecture": None}
+        teacher = {"model": distillation.teacher, "revision": distillation.revision, "architecture": None}
         try:
-            shape = model_shape(config.model_copy(update=named))
+            shape = model_shape(config.model_copy(update=teacher))
         except UserError:  # a run refuses such a teacher by itself; until then it counts as large as the policy
             shape = arch
         scorers["teacher"] = teacher_config(config), shape
@@ -129,17 +129,17 @@ def _trainer_phases(
     limit = gpu.memory
     state = (*memory.state(config, arch, parallel), *scorers)
     step = memory.step(config, arch, parallel)
-    sent = memory.exported(config, arch, parallel, shipped_bytes(arch, config.precision))
+    export = memory.exported(config, arch, parallel, shipped_bytes(arch, config.precision))
     advice = f"{memory.advice} or {_MORE_GPUS}"
     if engine is None:
-        return Phase("training", (*state, *step), limit, advice), Phase("syncing", (*state, *sent), limit, _MORE_GPUS)
+        return Phase("training", (*state, *step), limit, advice), Phase("syncing", (*state, *export), limit, _MORE_GPUS)
     asleep = engine.needs if engine.asleep is None else engine.asleep
     stays = (*state, Need("trainer at rest", memory.at_rest, "CUDA context, communication; estimate"))
     engine_advice = f"{engine.advice}, or {_MORE_GPUS}"
     return (
         Phase("generating", (*engine.needs, *stays), limit, engine_advice),
         Phase("training", (*asleep, *state, *step), limit, advice),
-        Phase("syncing", (*engine.needs, *stays, *sent), limit, engine_advice),
+        Phase("syncing", (*engine.needs, *stays, *export), limit, engine_advice),
     )
 
 
@@ -167,8 +167,8 @@ def _checkpoint(config: RunConfig, arch: Architecture) -> CheckpointSpace:
     """Masters and moments, however many GPUs share them, and the policy in BF16."""
     memory = trainer_of(config.training).memory(config.training)
     state = host_state(config, arch) if memory is None else memory.state(config, arch, Parallel())
-    saved = sum(need.bytes for need in state if need.item in (MASTER_WEIGHTS, MOMENTS))
-    size = saved + count_parameters(arch).total * BF16_BYTES
+    checkpoint_bytes = sum(need.bytes for need in state if need.item in (MASTER_WEIGHTS, MOMENTS))
+    size = checkpoint_bytes + count_parameters(arch).total * BF16_BYTES
     return CheckpointSpace(size, config.checkpoint.every, config.checkpoint.keep + 1)
 
 
@@ -180,11 +180,11 @@ def check_fit(plan: RunPlan) -> None:
 
 def fit_summary(plan: RunPlan) -> str:
     """A line about a plan that fits. An engine may fill its share of a GPU with its cache, and stays in it."""
-    phases = [phase for device in plan.devices for phase in device.phases if phase.left > 0]
-    closest = min(phases, key=lambda phase: phase.left, default=None)
-    if closest is None or closest.left >= _CLOSE:
+    phases = [phase for device in plan.devices for phase in device.phases if phase.free_share > 0]
+    closest = min(phases, key=lambda phase: phase.free_share, default=None)
+    if closest is None or closest.free_share >= _CLOSE:
         return "fits"
     return (
-        f"fits closely: {closest.left:.1%} is left while {closest.name}, and estimates err by more; if memory runs "
-        f"out, {closest.advice}"
+        f"fits closely: {closest.free_share:.1%} is left while {closest.name}, and estimates err by more; if memory "
+        f"runs out, {closest.advice}"
     )

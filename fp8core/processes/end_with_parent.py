@@ -38,7 +38,7 @@ class TiedProcess(subprocess.Popen[bytes]):
             pass_fds=files,
             env=environment,
         )
-        _held.add(self)
+        _processes.add(self)
 
     def close_copy(self) -> None:
         """Close the pipe, or a copy of it, and wait for nothing."""
@@ -59,16 +59,16 @@ def tied_module(module: str, *words: str) -> list[str]:
     return ["-P", "-c", _TIED, module, *words]
 
 
-def installed(package: str) -> list[str]:
+def library_folders(package: str) -> list[str]:
     """Arguments of Python to run a package or module, and none of the same name in the working directory."""
     return ["-P", "-m", package]
 
 
-_held: weakref.WeakSet[TiedProcess] = weakref.WeakSet()
+_processes: weakref.WeakSet[TiedProcess] = weakref.WeakSet()
 
 
 def _close_copies() -> None:
-    for process in list(_held):
+    for process in list(_processes):
         process.close_copy()
 
 

@@ -126,10 +126,10 @@ class ProcessPool:
         self._control, theirs = Pipe()
         with theirs:
             arguments = ["-P", "-c", _BOOT, str(theirs.fileno()), function, _ROOT, *sys.path]
-            passed = {**variables(), **_VARIABLES}
-            self._host = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()], passed)
+            environment = {**variables(), **_VARIABLES}
+            self._host = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()], environment)
         try:
-            self.description = self._loaded(settings)
+            self.description = self._load(settings)
         except BaseException:
             self.close()
             raise
@@ -154,7 +154,7 @@ class ProcessPool:
             self._host.kill()
             self._host.wait()
 
-    def _loaded(self, settings: Mapping[str, Any]) -> dict[str, str]:
+    def _load(self, settings: Mapping[str, Any]) -> dict[str, str]:
         try:
             self._control.send((self._limits, dict(settings)))
             if not self._control.poll(_START_SECONDS):
@@ -187,10 +187,10 @@ def serve(channel: int, function: str) -> None:
         gc.collect()
         gc.freeze()  # What is never collected is never written to, and stays shared with every process.
         control.send((service.description, None))
-        _fork_until_closed(control, service, limits)
+        _fork_loop(control, service, limits)
 
 
-def _fork_until_closed(control: Connection, service: Service, limits: Limits) -> None:
+def _fork_loop(control: Connection, service: Service, limits: Limits) -> None:
     processes = dict[int, tuple[BaseProcess, Connection]]()
     requests = sys.stdin.fileno()
     try:

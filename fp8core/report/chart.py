@@ -75,8 +75,8 @@ def short(value: float) -> str:
         return str(value)
     if 999.5 <= abs(value) < 1e9:
         return f"{value:,.0f}"
-    mantissa, marked, exponent = f"{value:.4g}".partition("e")
-    return f"{mantissa}e{int(exponent)}" if marked else mantissa
+    mantissa, mark, exponent = f"{value:.4g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if mark else mantissa
 
 
 def format_tmpe(value: float) -> str:
@@ -110,7 +110,7 @@ def format_value(value: float, form: Form) -> str:
     return _FORMS[form](value)
 
 
-def counted(number: int, noun: str) -> str:
+def count_text(number: int, noun: str) -> str:
     """A number of things, as `1 step` and `2 steps`."""
     plural = f"{noun}{'es' if noun.endswith('s') else 's'}"
     return f"{number} {noun if number == 1 else plural}"

@@ -33,7 +33,7 @@ _MOST_FACT_CHARACTERS = 60
 _THRESHOLDS = (1e-3, 1e-2, 1e-1)
 LEGEND = ("below 0.001", "0.001 to 0.01", "0.01 to 0.1", "0.1 and more")
 _COLUMNS = (*COMPLETION_KEY, "prompt_id", "prompt_tokens", "tokens", "logprobs", "written", "text")
-_JUDGED = {"reward": "rewards", "outcome": "rewards", "detail": "rewards", "advantage": "advantages"}
+_SCORE_COLUMNS = {"reward": "rewards", "outcome": "rewards", "detail": "rewards", "advantage": "advantages"}
 """What is shown of a completion -> the kind of the table that has it; of several tables of a step the last."""
 
 Decode = Callable[[Sequence[int]], str]
@@ -55,7 +55,7 @@ class ShownCompletion:
     reward: float | None
     pieces: Sequence[Piece]
     left_out: int = 0
-    unverified: bool = False
+    has_no_logprobs: bool = False
     advantage: float | None = None
     outcome: str | None = None
 
@@ -71,14 +71,14 @@ class PromptExamples:
 
     @property
     def differing(self) -> bool:
-        return any(piece.level for done in self.completions for piece in done.pieces)
+        return any(piece.level for completion in self.completions for piece in completion.pieces)
 
 
 Examples = Sequence[PromptExamples]
 """Early and late in turn."""
 
 
-def was_removed(view: RunView, ref: Ref) -> bool:
+def is_removed(view: RunView, ref: Ref) -> bool:
     return ref.digest in view.removed_digests and not (view.folder / ref.uri).exists()
 
 
@@ -97,15 +97,17 @@ def pick_completions(view: RunView, names: tuple[str, str], missing: list[str]) 
     ends = whole[:1] + whole[1:][-1:]
     groups = [[*_read(view, commit, names, missing).values()] for commit in ends]
     # A run that generates ahead compares a share of its completions.
-    chosen = [sorted(some, key=lambda rows: sum(row["trained"] is None for row in rows))[:PROMPTS] for some in groups]
-    return [rows for pair in zip_longest(*chosen) for rows in pair if rows is not None]
+    groups_to_show = [
+        sorted(some, key=lambda rows: sum(row["trained"] is None for row in rows))[:PROMPTS] for some in groups
+    ]
+    return [rows for pair in zip_longest(*groups_to_show) for rows in pair if rows is not None]
 
 
 def read_examples(view: RunView, names: tuple[str, str], missing: list[str]) -> Examples:
     """The completions that a report shows (arguments: `pick_completions`)."""
-    picked = pick_completions(view, names, missing)
-    decode = _decoder(view, missing) if picked else None
-    return [_shown(rows, decode) for rows in picked]
+    choice = pick_completions(view, names, missing)
+    decode = _decoder(view, missing) if choice else None
+    return [_prompt_examples(rows, decode) for rows in choice]
 
 
 def heldout_examples(view: RunView, missing: list[str]) -> Examples:
@@ -128,7 +130,7 @@ def _first_evaluation(
     """Step and samples, by prompt_id, of the first of these commits that evaluated, if it kept any."""
     for commit in commits:
         for ref in commit.artifacts.values():
-            if ref.kind != "evaluation" or was_removed(view, ref):
+            if ref.kind != "evaluation" or is_removed(view, ref):
                 continue
             try:
                 content = ArtifactStore(view.folder).get_json(ref)
@@ -155,33 +157,35 @@ def _in_order(view: RunView) -> list[Commit]:
 
 def _is_there(view: RunView, commit: Commit, names: tuple[str, str]) -> bool:
     refs = [commit.artifacts.get(name) for name in names]
-    return all(ref is not None and not was_removed(view, ref) for ref in refs)
+    return all(ref is not None and not is_removed(view, ref) for ref in refs)
 
 
 def _read(view: RunView, commit: Commit, names: tuple[str, str], missing: list[str]) -> dict[str, list[Row]]:
     """By prompt a row for each completion of a step; `trained` is None where log-probs were not compared."""
     store = ArtifactStore(view.folder)
     rollouts, scored = (commit.artifacts[name] for name in names)
-    judged: dict[Key, Row] = defaultdict(lambda: dict.fromkeys(_JUDGED))
+    scores: dict[Key, Row] = defaultdict(lambda: dict.fromkeys(_SCORE_COLUMNS))
     facts: dict[str, str] = {}
     try:
         rows = store.get_table(rollouts, _COLUMNS).to_pylist()
         table = store.get_table(scored, [*COMPLETION_KEY, "logprobs"])
         for ref in commit.artifacts.values():
-            if ref.kind == "prompts" and not was_removed(view, ref):
+            if ref.kind == "prompts" and not is_removed(view, ref):
                 facts |= {row["prompt_id"]: _facts(row) for row in store.get_table(ref).to_pylist()}
-            if (columns := [name for name, kind in _JUDGED.items() if kind == ref.kind]) and not was_removed(view, ref):
+            if (columns := [name for name, kind in _SCORE_COLUMNS.items() if kind == ref.kind]) and not is_removed(
+                view, ref
+            ):
                 for row in store.get_table(ref, [*COMPLETION_KEY, *columns]).to_pylist():
-                    judged[key_of(row)] |= row
+                    scores[key_of(row)] |= row
     except ArtifactError as error:
         missing.append(unread("completions", commit.step, error, view.folder))
         return {}
-    trained = dict(zip(keys_of(table), table["logprobs"].to_pylist(), strict=True))
+    training_logprobs = dict(zip(keys_of(table), table["logprobs"].to_pylist(), strict=True))
     by_prompt: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         key = key_of(row)
-        more = {"step": commit.step, "trained": trained.get(key), "facts": facts.get(row["prompt_id"], "")}
-        by_prompt[row["prompt_id"]].append({**row, **judged[key], **more})
+        more = {"step": commit.step, "trained": training_logprobs.get(key), "facts": facts.get(row["prompt_id"], "")}
+        by_prompt[row["prompt_id"]].append({**row, **scores[key], **more})
     return by_prompt
 
 
@@ -190,7 +194,7 @@ def _facts(prompt: Row) -> str:
     return ", ".join(f"{name} {str(value)[:_MOST_FACT_CHARACTERS]}" for name, value in values.items())
 
 
-def _shown(rows: Sequence[Row], decode: Decode | None) -> PromptExamples:
+def _prompt_examples(rows: Sequence[Row], decode: Decode | None) -> PromptExamples:
     first = rows[0]
     prompt = first["prompt_id"] if decode is None else decode(first["prompt_tokens"])
     if len(prompt) > _MOST_PROMPT_CHARACTERS:
@@ -201,19 +205,21 @@ def _shown(rows: Sequence[Row], decode: Decode | None) -> PromptExamples:
 
 
 def _completion(row: Row, decode: Decode | None) -> ShownCompletion:
-    unverified = row["trained"] is None
+    has_no_logprobs = row["trained"] is None
     if decode is None:
         # The tokens of a part of the text are not known.
         whole = [Piece(row["text"][:_MOST_CHARACTERS], None)]
-        return ShownCompletion(row["reward"], whole, 0, unverified, row["advantage"], row["outcome"])
+        return ShownCompletion(row["reward"], whole, 0, has_no_logprobs, row["advantage"], row["outcome"])
     shown = row["tokens"][:_MOST_TOKENS]
-    trained = row["trained"] or [None] * len(shown)
+    training_logprobs = row["trained"] or [None] * len(shown)
     pieces = [
         Piece(text, level_of(p - g) if written and p is not None else None)
-        for text, p, g, written in zip(_texts(shown, decode), trained, row["logprobs"], row["written"], strict=False)
+        for text, p, g, written in zip(
+            _texts(shown, decode), training_logprobs, row["logprobs"], row["written"], strict=False
+        )
     ]
     left_out = len(row["tokens"]) - len(shown)
-    return ShownCompletion(row["reward"], pieces, left_out, unverified, row["advantage"], row["outcome"])
+    return ShownCompletion(row["reward"], pieces, left_out, has_no_logprobs, row["advantage"], row["outcome"])
 
 
 def level_of(difference: float) -> int:

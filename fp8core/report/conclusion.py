@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-from fp8core.alignment.bounds import is_known, unverifiable
+from fp8core.alignment.bounds import has_evidence, unverifiable
 from fp8core.metrics.reward import REWARD
 from fp8core.metrics.rollout import TOKENS, UNVERIFIABLE
-from fp8core.report.chart import Collapse, counted, format_tmpe, short, three_decimals
+from fp8core.report.chart import Collapse, count_text, format_tmpe, short, three_decimals
 from fp8core.report.diagnosis import Diagnosis, Evidence, diagnosis, run_commands
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import EDGE_STEPS, Learning, compared_tokens, edge_steps, first_steps, last_steps
@@ -26,9 +26,9 @@ from fp8core.store.metrics import HELDOUT, History, series
 NOISE = 3.0
 FEWEST_VALUES = 10
 # Of the quadratic and of the correlation.
-_FITTED = 4
+_MIN_FIT_POINTS = 4
 # A random walk, 1.0, has no variance to compute with.
-_MOST_CORRELATED = 0.97
+_MAX_CORRELATION = 0.97
 
 
 class Answer(NamedTuple):
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
     reward: int | None
 
 
-def answer(history: History, prompts: int | None = None, left: int = 0) -> Answer:
+def answer(history: History, prompts: int | None = None, steps_left: int = 0) -> Answer:
     """The answer of a history, to which a run may still add `left` steps; held-out accuracy is of so many `prompts`."""
     rewards = finite(history, REWARD.name)
     heldout = finite(history, HELDOUT.name)
@@ -56,7 +56,7 @@ def answer(history: History, prompts: int | None = None, left: int = 0) -> Answe
         return Answer("got worse", moved)
     if rose:
         return Answer("learned", moved)
-    return Answer("too short to tell" if left or edge < EDGE_STEPS else "not learned", moved)
+    return Answer("too short to tell" if steps_left or edge < EDGE_STEPS else "not learned", moved)
 
 
 def finite(history: History, metric: str) -> list[float]:
@@ -81,18 +81,18 @@ def change_error(values: Sequence[float], edge: int) -> tuple[float, int]:
     """
     count = len(values)
     basis = np.linalg.qr(np.vander(np.linspace(-1.0, 1.0, count), 3))[0]
-    observed = np.asarray(values, np.float64)
-    noise = observed - basis @ (basis.T @ observed)
+    points = np.asarray(values, np.float64)
+    noise = points - basis @ (basis.T @ points)
     power = float(noise @ noise)
     correlation = float(noise[1:] @ noise[:-1]) / power if power else 0.0
-    phi = min(max((correlation + 3 / count) / (1 - 6 / count), 0.0), _MOST_CORRELATED)
-    degrees = count - 1 - _FITTED
+    phi = min(max((correlation + 3 / count) / (1 - 6 / count), 0.0), _MAX_CORRELATION)
+    degrees = count - 1 - _MIN_FIT_POINTS
     new = noise[1:] - phi * noise[:-1]
     variance = float(new @ new) / degrees / (1 - phi**2)
     places = np.concatenate([np.arange(edge), np.arange(count - edge, count)])
     weights = np.repeat([-1 / edge, 1 / edge], edge)
-    correlated = phi ** np.abs(places[:, None] - places)
-    return math.sqrt(variance * float(weights @ correlated @ weights)), degrees
+    covariance = phi ** np.abs(places[:, None] - places)
+    return math.sqrt(variance * float(weights @ covariance @ weights)), degrees
 
 
 def _accuracy_error(heldout: Sequence[float], prompts: int) -> float:
@@ -123,21 +123,21 @@ def agreement(history: History, why: str | None = None) -> str:
 
 def token_mean(history: History, metric: str) -> float | None:
     """The mean over all compared tokens of a metric of a step; None where no step has both."""
-    measured = [
+    rows = [
         (row[metric], row[COMPARED_TOKENS.name]) for row in history if metric in row and row.get(COMPARED_TOKENS.name)
     ]
-    if not measured:
+    if not rows:
         return None
-    return sum(value * tokens for value, tokens in measured) / sum(tokens for _, tokens in measured)
+    return sum(value * tokens for value, tokens in rows) / sum(tokens for _, tokens in rows)
 
 
 def rollout_speed(run: RunData) -> float | None:
     """Tokens a second of rollout, over the steps of which both are known but the first, in which engines compile."""
     seconds = run.generating
     by_step = zip(*series(run.history, TOKENS.name), strict=True)
-    known = [(count, seconds[step]) for step, count in by_step if step in seconds and step > START + 1]
-    spent = sum(second for _, second in known)
-    return sum(count for count, _ in known) / spent if spent > 0 else None
+    pairs = [(count, seconds[step]) for step, count in by_step if step in seconds and step > START + 1]
+    seconds_total = sum(second for _, second in pairs)
+    return sum(count for count, _ in pairs) / seconds_total if seconds_total > 0 else None
 
 
 class Conclusion(NamedTuple):
@@ -154,10 +154,10 @@ class Conclusion(NamedTuple):
 
 def conclude(run: RunData) -> Conclusion:
     config = run.view.config
-    why = unverifiable(config) if config is not None and is_known(config) else None
-    judged = answer(run.history, None if config is None else config.evaluation.prompts, run.left)
-    last = [done for examples in run.examples[-1:] for done in examples.completions]
-    text = "".join(piece.text for done in last[:1] for piece in done.pieces)
+    why = unverifiable(config) if config is not None and has_evidence(config) else None
+    judged = answer(run.history, None if config is None else config.evaluation.prompts, run.steps_left)
+    last = [completion for examples in run.examples[-1:] for completion in examples.completions]
+    text = "".join(piece.text for completion in last[:1] for piece in completion.pieces)
     cause = diagnosis(Evidence(run.history, config, judged.learning, text, run_commands(run.view)[0]))
     action = _next(run, judged.learning, cause)
     result = cause.cause if cause is not None and cause.collapse is not None else judged.learning
@@ -174,19 +174,19 @@ def conclude(run: RunData) -> Conclusion:
 def _result(run: RunData, direction: int | None, result: str, compared: str) -> str:
     _, heldout = series(run.history, HELDOUT.name)
     rewards = finite(run.history, REWARD.name)
-    learned = []
+    phrases = []
     if heldout:
         ends = dict.fromkeys([0, len(heldout) - 1])
-        learned.append(f"held-out accuracy {' to '.join(three_decimals(heldout[end]) for end in ends)}")
+        phrases.append(f"held-out accuracy {' to '.join(three_decimals(heldout[end]) for end in ends)}")
     if rewards:
         chance = "" if direction is None else ", beyond chance" if direction else ", within chance"
         first = three_decimals(first_steps(rewards))
         last = three_decimals(last_steps(rewards))
-        learned.append(f"reward {first} to {last}{chance}")
+        phrases.append(f"reward {first} to {last}{chance}")
     speed = rollout_speed(run)
     paces = [f"{short(median(run.busy.values()))} s of tasks a step"] if run.busy else []
     paces += [f"{short(speed)} tokens a second of rollout"] if speed is not None else []
-    sentences = [": ".join([result, *learned[:1]]), *learned[1:], compared, *([", ".join(paces)] if paces else [])]
+    sentences = [": ".join([result, *phrases[:1]]), *phrases[1:], compared, *([", ".join(paces)] if paces else [])]
     return ". ".join(sentence[0].upper() + sentence[1:] for sentence in sentences) + "."
 
 
@@ -195,13 +195,13 @@ def _next(run: RunData, learning: Learning, found: Diagnosis | None) -> str | No
     place, resume = run_commands(run.view)
     last = max(run.view.steps, default=0)
     entries = run.view.ledger.entries
-    crossed = entries[-1] if entries else None
-    if isinstance(crossed, BoundEntry) and crossed.action != "warn":
-        return f"find why {crossed.bound} was crossed, then {resume}"
+    crossing = entries[-1] if entries else None
+    if isinstance(crossing, BoundEntry) and crossing.action != "warn":
+        return f"find why {crossing.bound} was crossed, then {resume}"
     if found is not None:
         return None
-    if run.left:
-        return f"{resume} trains the {counted(run.left, 'step')} left, if nothing trains it now"
+    if run.steps_left:
+        return f"{resume} trains the {count_text(run.steps_left, 'step')} left, if nothing trains it now"
     actions: dict[Learning, str] = {
         "learned": f"fp8-grpo evaluate {place} --samples 2, then fp8-grpo export {place} --step {last} FOLDER",
         "learned its prompts alone": "add training problems, or set loss.reference_kl",

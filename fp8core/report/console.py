@@ -24,7 +24,7 @@ _LEGEND = (
     "tmpe 1: both policies give equal probabilities; differ: tokens where they do not\n"
     "!: the scores of every group were equal"
 )
-_SHOWN = {metric.column: metric for metric in METRICS if metric.column is not None}
+_COLUMNS = {metric.column: metric for metric in METRICS if metric.column is not None}
 
 
 class Console:
@@ -37,7 +37,7 @@ class Console:
         self._seconds = list[float]()
         self._widths = {
             "step": 2 * len(str(steps)) + 1,
-            **{column.title: column.width for column in _SHOWN},
+            **{column.title: column.width for column in _COLUMNS},
             **{"seconds": 7, "left": 7},
         }
 
@@ -65,7 +65,7 @@ class Console:
         newest = self._seconds[-_HEADER_EVERY:]
         cells = {
             "step": f"{step}/{self._steps}",
-            **{column.title: _cell(metric, metrics) for column, metric in _SHOWN.items()},
+            **{column.title: _cell(metric, metrics) for column, metric in _COLUMNS.items()},
             "seconds": f"{seconds:.2f}",
             "left": clock(sum(newest) / len(newest) * (self._steps - step)),
         }
@@ -75,9 +75,9 @@ class Console:
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         """The reward, the begin of a prompt, and the end of what the policy wrote, which has the answer, in a line."""
-        asked, written = (printable(" ".join(text.split())) for text in (prompt, completion))
+        prompt_text, completion_text = (printable(" ".join(text.split())) for text in (prompt, completion))
         room = self._console.width // 2 - 12
-        line = f"  reward {reward:.3g}  {asked[:room]} -> {written[-room:]}"
+        line = f"  reward {reward:.3g}  {prompt_text[:room]} -> {completion_text[-room:]}"
         self._console.print(Text(line, style="dim"), no_wrap=True, overflow="ellipsis")
 
     def _row(self, cells: Mapping[str, str], slowest: str) -> None:

@@ -13,7 +13,7 @@ from fp8core.config.run import RunConfig, resume_command, shown_place
 from fp8core.errors import printable
 from fp8core.metrics.reward import OUTCOME_SHARES, REWARD, SIGNAL, VERDICT_SCORE
 from fp8core.metrics.rollout import CUT_OFF, ENTROPY, LENGTH
-from fp8core.report.chart import counted, short
+from fp8core.report.chart import count_text, short
 from fp8core.report.summary import EDGE_STEPS, Learning
 from fp8core.store.ledger import START
 from fp8core.store.metrics import STEP, History
@@ -23,11 +23,11 @@ _RIGHT = OUTCOME_SHARES["right"].name
 # Of all steps, those without a signal that decide; of completions, those that make a cause.
 _MANY = 1 / 3
 _MOST = 0.5
-_LEAST_SHOWN = 0.005
+_MIN_SHARE = 0.005
 # A fall leaves so little of the best level.
 _LITTLE = 0.25
 # Of eight rare events two or fewer come about with a probability of 1.4 %.
-_EXPECTED = 8
+_MIN_SAMPLES = 8
 _PROMPTS_OF_A_LEVEL = 32
 _LEAST_RIGHT = 0.05
 _SHOWN_CHARACTERS = 40
@@ -103,11 +103,11 @@ class Evidence:
 
     @property
     def ends(self) -> str:
-        shares = {name: share for name, share in self.shares.items() if share >= _LEAST_SHOWN}
+        shares = {name: share for name, share in self.shares.items() if share >= _MIN_SHARE}
         ordered = sorted(shares, key=lambda name: (name == "cut off", -shares[name]))
         words = [f"{100 * shares[name]:.0f} % {name}" for name in ordered]
         if self.silent:
-            steps = counted(len(self.measured), "step")
+            steps = count_text(len(self.measured), "step")
             words.append(f"the scores of every group were equal in {len(self.silent)} of {steps}")
         return ", ".join(words)
 
@@ -210,7 +210,7 @@ def find_fall(history: History, prompts: int) -> Fall | None:
     expected = best / max(1.0, *values) * prompts * min(window, len(values) - end)
     after = mean_shares(rows[end:])
     broken = after.get("timeout", 0.0) + after.get("crashed", 0.0) >= _MOST
-    if level > _LITTLE * best or expected < _EXPECTED or broken:
+    if level > _LITTLE * best or expected < _MIN_SAMPLES or broken:
         return None
     return Fall(measure, best, level, int(rows[sound - 1][STEP]))
 

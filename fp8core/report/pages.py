@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 from fp8core.alignment.bounds import stored_bounds
 from fp8core.errors import printable, printable_lines
 from fp8core.metric import CurveSection
-from fp8core.report.chart import ALARM, COLOURS, Chart, Collapse, Series, counted, short, split_constant
+from fp8core.report.chart import ALARM, COLOURS, Chart, Collapse, Series, count_text, short, split_constant
 from fp8core.report.completions import LEGEND, Examples
 from fp8core.report.conclusion import conclude
 from fp8core.report.run_data import RunData
@@ -81,7 +81,7 @@ def _printable(value: Any) -> Any:
 def report_html(runs: Sequence[RunData]) -> str:
     states = "; ".join(f"{run.label}: {run.status}" for run in runs)
     gaps = sum(len(run.missing) for run in runs)
-    note = f" {counted(gaps, 'note')} on what is missing, at the end." if gaps else ""
+    note = f" {count_text(gaps, 'note')} on what is missing, at the end." if gaps else ""
     alarms = list[str]()
     answers = list[str]()
     collapses = list[Collapse]()

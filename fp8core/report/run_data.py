@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fp8core.errors import StoredFileError
-from fp8core.report.chart import counted
+from fp8core.report.chart import count_text
 from fp8core.report.completions import Examples, heldout_examples, read_examples, unread
 from fp8core.report.summary import union_seconds
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
@@ -21,7 +21,7 @@ from fp8core.store.run_view import Commit, Provenance, RunView, spans
 
 OUTSIDE_TASKS = "outside_tasks"
 # Kinds of artifact that generation alone stores: completions, and what was written beside the update.
-_GENERATED = frozenset({"rollouts", "schedule"})
+_ROLLOUT_KINDS = frozenset({"rollouts", "schedule"})
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class RunData:
     heldout: Examples
     examples: Examples
     provenance: Provenance
-    damaged: Sequence[str]
+    damage_lines: Sequence[str]
     removed: Sequence[str]
     stopped: str | None = None
 
     @property
     def missing(self) -> list[str]:
-        return [*self.damaged, *self.removed]
+        return [*self.damage_lines, *self.removed]
 
     @property
     def generating(self) -> dict[int, float]:
@@ -54,7 +54,9 @@ class RunData:
         seconds: dict[int, float] = defaultdict(float)
         for commit in self.view.commits:
             for name, task in commit.tasks.items():
-                if commit.step in self.seconds.get(name, {}) and _GENERATED & {r.kind for r in task.outputs.values()}:
+                if commit.step in self.seconds.get(name, {}) and _ROLLOUT_KINDS & {
+                    r.kind for r in task.outputs.values()
+                }:
                     seconds[commit.step] += self.seconds[name][commit.step]
         return seconds
 
@@ -67,19 +69,19 @@ class RunData:
         return max(known, default=None)
 
     @property
-    def left(self) -> int:
+    def steps_left(self) -> int:
         return max(0, (self.requested or 0) - max(self.view.steps, default=0))
 
     @property
     def status(self) -> str:
         last = max(self.view.steps, default=None)
-        steps = "? steps" if self.requested is None else counted(self.requested, "step")
+        steps = "? steps" if self.requested is None else count_text(self.requested, "step")
         progress = f"finished, {steps}" if last == self.requested else f"{last} of {steps}"
         progress = "no step committed" if last is None else progress
         if self.stopped is None:
             return progress
         # One that has all its steps may have been opened once more, in vain.
-        return f"{progress}; {'' if self.left else 'its last start '}{self.stopped}"
+        return f"{progress}; {'' if self.steps_left else 'its last start '}{self.stopped}"
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -121,13 +123,13 @@ def read_run(folder: Path, label: str, error: str | None = None) -> RunData:
         heldout=heldout_examples(view, missing),
         examples=read_examples(view, compared, missing),
         provenance=provenance,
-        damaged=missing,
-        removed=_removed(view),
-        stopped=_crossed(view) or (f"failed: {error}" if error else None),
+        damage_lines=missing,
+        removed=_removed_files(view),
+        stopped=_crossing_text(view) or (f"failed: {error}" if error else None),
     )
 
 
-def _crossed(view: RunView) -> str | None:
+def _crossing_text(view: RunView) -> str | None:
     last = view.ledger.entries[-1] if view.ledger.entries else None
     if not isinstance(last, BoundEntry) or last.action not in ("pause", "fail"):
         return None
@@ -144,11 +146,11 @@ def _history(view: RunView, commits: Iterable[Commit], missing: list[str]) -> Hi
             if not first and ref.kind != "metrics":
                 continue
             try:
-                measured = store.get_json(ref)
+                content = store.get_json(ref)
             except ArtifactError as error:
                 missing.append(unread("metrics", commit.step, error, view.folder))
             else:
-                row |= start_metrics(ref.kind, measured) if first else measured
+                row |= start_metrics(ref.kind, content) if first else content
         rows.append(row)
     return rows
 
@@ -182,12 +184,12 @@ def compared_artifacts(view: RunView) -> tuple[str, str]:
         return compared["rollouts"], compared["logprobs"]
     # The step that records metrics names both.
     steps = [step.inputs() for step in view.config.pipeline.steps]
-    named = next((inputs for inputs in steps if {"rollouts", "logprobs"} <= inputs.keys()), {})
-    compared |= {port: artifact for port, artifact in named.items() if artifact is not None}
+    inputs_by_port = next((inputs for inputs in steps if {"rollouts", "logprobs"} <= inputs.keys()), {})
+    compared |= {port: artifact for port, artifact in inputs_by_port.items() if artifact is not None}
     return compared["rollouts"], compared["behaviour" if "ahead" in view.config.features else "logprobs"]
 
 
-def _removed(view: RunView) -> list[str]:
+def _removed_files(view: RunView) -> list[str]:
     return [
         f"gc removed files of steps {spans(entry.steps)} on {datetime.fromtimestamp(entry.when, UTC):%Y-%m-%d}"
         for _, entry in view.entries

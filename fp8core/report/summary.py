@@ -31,8 +31,8 @@ class ComparedTokens(NamedTuple):
 
 def compared_tokens(history: History) -> ComparedTokens:
     rows = [row for row in history if COMPARED_TOKENS.name in row]
-    count, written = (int(sum(row.get(name, 0.0) for row in rows)) for name in (COMPARED_TOKENS.name, TOKENS.name))
-    return ComparedTokens(count, min(1.0, count / written) if written else 1.0)
+    count, total = (int(sum(row.get(name, 0.0) for row in rows)) for name in (COMPARED_TOKENS.name, TOKENS.name))
+    return ComparedTokens(count, min(1.0, count / total) if total else 1.0)
 
 
 def edge_steps(steps: int) -> int:

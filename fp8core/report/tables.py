@@ -13,7 +13,7 @@ from fp8core.config.load import NON_NUMERIC_KEYS
 from fp8core.config.run import public_dump
 from fp8core.metric import Summary
 from fp8core.metrics.registry import METRICS
-from fp8core.report.chart import COLOURS, MISSING, counted, format_value, short
+from fp8core.report.chart import COLOURS, MISSING, count_text, format_value, short
 from fp8core.report.conclusion import rollout_speed
 from fp8core.report.diagnosis import mean_shares
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
@@ -31,7 +31,7 @@ class Table:
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    folded: bool = False
+    is_folded: bool = False
     colours: Sequence[str] = ()
     bars: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ def _gap(history: History) -> str | None:
     low = row[GAP_LOW.name]
     high = row[GAP_HIGH.name]
     prompts = int(row[GAP_PROMPTS.name])
-    return f"{row[GAP_DIFFERENCE.name]:+.3f} [{low:+.3f}, {high:+.3f}] on {counted(prompts, 'prompt')}"
+    return f"{row[GAP_DIFFERENCE.name]:+.3f} [{low:+.3f}, {high:+.3f}] on {count_text(prompts, 'prompt')}"
 
 
 def time_table(runs: Sequence[RunData]) -> Table:
@@ -97,13 +97,13 @@ def time_table(runs: Sequence[RunData]) -> Table:
 
     The tasks that take longest have a colour each. The last colour, black, is too close to the gray of the others.
     """
-    spent = {run.label: time_spent(run.view) for run in runs}
+    times = {run.label: time_spent(run.view) for run in runs}
     whole = {run.label: sum(run.view.process_seconds) for run in runs}
-    names = [*dict.fromkeys(name for one in spent.values() for name in one if name != OUTSIDE_TASKS), OUTSIDE_TASKS]
-    longest = sorted(names, key=lambda name: -max(one.get(name, 0.0) for one in spent.values()))[: len(COLOURS) - 1]
+    names = [*dict.fromkeys(name for one in times.values() for name in one if name != OUTSIDE_TASKS), OUTSIDE_TASKS]
+    longest = sorted(names, key=lambda name: -max(one.get(name, 0.0) for one in times.values()))[: len(COLOURS) - 1]
     rows = []
     for name in names:
-        seconds = {label: one.get(name) for label, one in spent.items()}
+        seconds = {label: one.get(name) for label, one in times.items()}
         cells = [
             MISSING if value is None or not whole[label] else f"{value:,.1f} s ({value / whole[label]:.1%})"
             for label, value in seconds.items()
@@ -111,7 +111,7 @@ def time_table(runs: Sequence[RunData]) -> Table:
         rows.append(("outside of committed tasks" if name == OUTSIDE_TASKS else name, *cells))
     bars = {
         label: [100 * one.get(name, 0.0) / total for name in names]
-        for label, one in spent.items()
+        for label, one in times.items()
         if (total := sum(one.values()))
     }
     rows.append(("time of all processes", *(_time_of_all(run) or MISSING for run in runs)))
@@ -122,7 +122,7 @@ def time_table(runs: Sequence[RunData]) -> Table:
 
 def _time_of_all(run: RunData) -> str | None:
     processes = run.view.process_seconds
-    return f"{sum(processes):,.1f} s, {counted(len(processes), 'process')}" if processes else None
+    return f"{sum(processes):,.1f} s, {count_text(len(processes), 'process')}" if processes else None
 
 
 def difference_table(runs: Sequence[RunData]) -> Table:
@@ -137,7 +137,7 @@ def difference_table(runs: Sequence[RunData]) -> Table:
 
 
 def settings_table(run: RunData) -> Table:
-    return Table(f"Every setting of {run.label}", ["setting", "value"], [*run_settings(run).items()], folded=True)
+    return Table(f"Every setting of {run.label}", ["setting", "value"], [*run_settings(run).items()], is_folded=True)
 
 
 def run_settings(run: RunData) -> dict[str, str]:

@@ -20,8 +20,8 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def evaluation_text(result: EvaluationResult) -> str:
     """The request, then a line for each precision and for its difference from the first."""
     of = result.target if result.step is None else f"{result.target}, step {result.step}"
-    drawn = "greedy" if result.temperature == 0 else f"{result.samples} at temperature {result.temperature:g}"
-    request = f"{of}: {result.prompts} prompts of {result.data}, {drawn}; 95% intervals"
+    sampling = "greedy" if result.temperature == 0 else f"{result.samples} at temperature {result.temperature:g}"
+    request = f"{of}: {result.prompts} prompts of {result.data}, {sampling}; 95% intervals"
     tables = [["", *columns(rows)] for rows in _evaluation_rows(result)]
     return printable_lines("\n".join([request, *chain.from_iterable(tables)]))
 
@@ -32,14 +32,14 @@ def _evaluation_rows(result: EvaluationResult) -> list[list[Sequence[str]]]:
     logprobs = {name: [f"{value:.3f}"] for name, value in result.answer_logprobs.items()}
     estimates = [
         ("precision", *names),
-        *((name, *_cells(done.estimates, names, "")) for name, done in result.precisions.items()),
+        *((name, *_cells(measurement.estimates, names, "")) for name, measurement in result.precisions.items()),
         *((f"{name} - {first}", *_cells(by, names, "+")) for name, by in result.differences.items()),
     ]
     outcomes = [
         ("precision", *result.precisions[first].outcomes, "tokens", *(["log p of answers"] * bool(logprobs))),
         *(
-            (name, *map(str, done.outcomes.values()), f"{done.length_mean:.1f}", *logprobs.get(name, []))
-            for name, done in result.precisions.items()
+            (name, *map(str, measurement.outcomes.values()), f"{measurement.length_mean:.1f}", *logprobs.get(name, []))
+            for name, measurement in result.precisions.items()
         ),
     ]
     return [[*estimates], [*outcomes], *(_part_rows(name, costs) for name, costs in result.parts.items())]
@@ -92,8 +92,8 @@ def plan_text(plan: RunPlan) -> str:
         f"sync   {sync.total:,} bytes: {sync.codes:,} FP8 codes, {sync.scales:,} scales, {sync.kept:,} in other formats"
     )
     steps = "step" if space.every == 1 else f"{space.every} steps"
-    kept = f"the last {space.kept} are kept"
-    lines.append(f"disk   {with_unit(space.bytes)} a checkpoint, one every {steps}; {kept}")
+    retention = f"the last {space.kept} are kept"
+    lines.append(f"disk   {with_unit(space.bytes)} a checkpoint, one every {steps}; {retention}")
     return "\n".join(lines)
 
 
@@ -139,10 +139,10 @@ def pipeline_text(graph: StepGraph) -> str:
             provides = [_connection(port, name) for port, name in step.outputs.items()]
             rows.append((str(number), step.name, ", ".join(needs) or MISSING, ", ".join(provides) or MISSING))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    carried = ", ".join(f"{start} (was {end})" for start, end in graph.carries.items()) or "nothing"
+    carries = ", ".join(f"{start} (was {end})" for start, end in graph.carries.items()) or "nothing"
     together = [", ".join(step.name for step in level) for level in levels if len(level) > 1]
     notes = [
-        f"* from the previous iteration: {carried}",
+        f"* from the previous iteration: {carries}",
         f"side by side: {'; '.join(together) or 'nothing, each step waits for the one before'}",
     ]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

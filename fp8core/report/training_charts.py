@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from fp8core.alignment.bounds import BOUNDED, StopBounds
+from fp8core.alignment.bounds import BOUND_METRICS, StopBounds
 from fp8core.metric import CurveSection, Metric
 from fp8core.metrics.registry import METRICS, find_metric
 from fp8core.report.chart import Bound, Chart, Collapse, Series, short
@@ -61,7 +61,7 @@ def training_charts(
 def bound_lines(runs: Sequence[tuple[str, StopBounds | None]]) -> Bounds:
     """A line for each bound that a run (label, bounds) has; one that not all runs have names those that do."""
     lines: dict[str, list[Bound]] = {}
-    for name, metric in BOUNDED.items():
+    for name, metric in BOUND_METRICS.items():
         holders: dict[float, list[str]] = defaultdict(list)
         for label, bounds in runs:
             if metric.curve is not None and bounds is not None and name in bounds.limits:

@@ -34,14 +34,16 @@ class Product:
 
 def shared_out(products: Iterable[Product]) -> list[Product]:
     """Products of a few numbers of rows each that need every kernel of all; of one weight no number twice."""
-    wanted = dict[Product, dict[int, int]]()
+    rows_by_product = dict[Product, dict[int, int]]()
     for product in products:
-        rows_by_size = wanted.setdefault(replace(product, rows=()), {})
+        rows_by_size = rows_by_product.setdefault(replace(product, rows=()), {})
         for rows in product.rows:
             rows_by_size.setdefault((rows - 1) // _ALIKE, rows)
     return [
         replace(product, rows=tuple(rows[first : first + _TOGETHER]))
-        for product, rows in ((product, sorted(rows_by_size.values())) for product, rows_by_size in wanted.items())
+        for product, rows in (
+            (product, sorted(rows_by_size.values())) for product, rows_by_size in rows_by_product.items()
+        )
         for first in range(0, len(rows), _TOGETHER)
     ]
 

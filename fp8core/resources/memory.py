@@ -81,7 +81,7 @@ class Phase:
         return self.limit is None or self.total <= self.limit
 
     @property
-    def left(self) -> float:
+    def free_share(self) -> float:
         """Share of the limit that nothing takes; 1 where there is no limit."""
         return 1.0 if self.limit is None else 1 - self.total / self.limit
 
@@ -105,8 +105,8 @@ class DevicePlan:
             if phase.limit is not None and not phase.fits:
                 largest = sorted(phase.needs, key=lambda need: -need.bytes)[:3]
                 needs = ", ".join(f"{need.item} {gib(need.bytes)}" for need in largest)
-                needed = f"{phase.name} on {self.name} needs {gib(phase.total)} GiB ({needs})"
-                yield f"{needed}, there are {gib(phase.limit)}; {phase.advice}"
+                need = f"{phase.name} on {self.name} needs {gib(phase.total)} GiB ({needs})"
+                yield f"{need}, there are {gib(phase.limit)}; {phase.advice}"
 
 
 def gib(size: int) -> str:
@@ -180,7 +180,7 @@ def count(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def held(part: Part) -> int:
+def memory_of(part: Part) -> int:
     return sum(math.ceil(count(shapes) / parts) for shapes, parts in part)
 
 

@@ -31,17 +31,17 @@ class Unreadable(Exception):
 def final_answer(completion: str) -> str:
     """Raises Unreadable: there is none, it is too long, or the box is part of a larger expression."""
     marker = completion.rfind(MARKER)
-    announced = max(marker, completion.rfind(r"\boxed"), completion.rfind(r"\fbox"))
-    if announced < 0:
+    start = max(marker, completion.rfind(r"\boxed"), completion.rfind(r"\fbox"))
+    if start < 0:
         raise Unreadable(rf"no {MARKER} and no \boxed")
-    line_start = completion.rfind("\n", 0, announced) + 1
+    line_start = completion.rfind("\n", 0, start) + 1
     if marker < line_start:
-        return _boxed(completion[line_start:announced], completion[announced:])
+        return _box_content(completion[line_start:start], completion[start:])
     line = completion[marker + len(MARKER) :].partition("\n")[0]
     if len(line) > MAX_CHARACTERS:
         raise Unreadable(f"more than {MAX_CHARACTERS} characters after {MARKER}")
     box = _BOX.search(line)
-    return plain_answer(line) if box is None else _boxed(line[: box.start()], line[box.start() :])
+    return plain_answer(line) if box is None else _box_content(line[: box.start()], line[box.start() :])
 
 
 def plain_answer(text: str) -> str:
@@ -50,20 +50,20 @@ def plain_answer(text: str) -> str:
     return "".join(str(unicodedata.decimal(character, character)) for character in text).strip()
 
 
-def _boxed(before: str, text: str) -> str:
+def _box_content(before: str, text: str) -> str:
     """The content of the box that begins `text`; `before` is what precedes it on its line."""
     box = _BOX.match(text)
     if box is None:
         raise Unreadable("no box")
     if _BOX.search(before) or _BOX.search(text.partition("\n")[0], box.end()):
         raise Unreadable("several boxes on one line")
-    inside, after = _braced(text[box.end() :][: 2 * MAX_CHARACTERS])
+    inside, after = _brace_content(text[box.end() :][: 2 * MAX_CHARACTERS])
     if _JOINED_BEFORE.search(_NO_VALUE.sub("", before[-MAX_CHARACTERS:])) or _JOINED_AFTER.match(after):
         raise Unreadable("a box that is part of a larger expression")
     return plain_answer(inside)
 
 
-def _braced(text: str) -> tuple[str, str]:
+def _brace_content(text: str) -> tuple[str, str]:
     """The text in the braces that open `text`, and the text that follows them."""
     depth = 0
     for brace in _BRACE.finditer(text):

@@ -8,7 +8,7 @@ import re
 
 from fp8core.errors import UserError
 from fp8core.rewards.final_answer import MARKER, Unreadable, plain_answer
-from fp8core.rewards.scorer import RIGHT, Scorer, Verdict, unparsed, wrong
+from fp8core.rewards.scorer import RIGHT, Scorer, Verdict, unparsed_answer, wrong
 
 MAX_CHARACTERS = 256
 MAX_DIGITS = 40
@@ -25,32 +25,32 @@ _NUMBER = re.compile(
 
 
 class IntegerVerifier(Scorer):
-    """Right when the completion's answer is the integer of the reference."""
+    """Right when the completion's answer is the integer of the data's."""
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
-        expected = reference_integer(reference, prompt)
+    def score(self, prompt: str, completion: str, answer: str, finish: str, columns: str = "") -> Verdict:
+        expected = answer_integer(answer, prompt)
         try:
             whole, decimals = read_number(_answer_line(completion, finish))
         except Unreadable as reason:
-            return unparsed(str(reason))
+            return unparsed_answer(str(reason))
         if decimals:
             return wrong(f"{whole}.{decimals} is no integer")
         return RIGHT if int(whole) == expected else wrong(f"answer {int(whole)}")
 
-    def check(self, prompt: str, reference: str) -> None:
-        reference_integer(reference, prompt)
+    def check(self, prompt: str, answer: str) -> None:
+        answer_integer(answer, prompt)
 
 
-def reference_integer(reference: str, prompt: str) -> int:
-    """The integer after the last `####` of a reference, or the whole of one without: a mistake is a UserError."""
-    _, marker, answer = reference.rpartition(MARKER)
+def answer_integer(answer: str, prompt: str) -> int:
+    """The integer after the last `####` of an answer, or the whole of one without: a mistake is a UserError."""
+    _, marker, tail = answer.rpartition(MARKER)
     try:
-        whole, decimals = read_number(answer.strip().partition("\n")[0] if marker else answer.strip())
+        whole, decimals = read_number(tail.strip().partition("\n")[0] if marker else tail.strip())
         if decimals:
             raise Unreadable("no integer")
     except Unreadable as reason:
         why = reason if marker else f"no {MARKER}, and {reason}"
-        raise UserError(f"the reference of {prompt[:60]!r} ends in {reference[-40:]!r} ({why})") from reason
+        raise UserError(f"the reference of {prompt[:60]!r} ends in {answer[-40:]!r} ({why})") from reason
     return int(whole)
 
 

@@ -16,7 +16,7 @@ from sympy.core.cache import clear_cache
 from fp8core.errors import UserError, described_error
 from fp8core.rewards.final_answer import MARKER, Unreadable, final_answer, plain_answer
 from fp8core.rewards.integer import read_number
-from fp8core.rewards.scorer import RIGHT, Scorer, Verdict, crashed, unparsed, wrong
+from fp8core.rewards.scorer import RIGHT, Scorer, Verdict, scorer_crash, unparsed_answer, wrong
 
 _SHOWN_CHARACTERS = 80
 # Warns once that no time limit is set: the process has one.
@@ -30,84 +30,84 @@ _MULTIPLIER = re.compile(r"hundred|thousand|illion|dozen|half|halves|third|quart
 _FIRST = ((r"\frac{1}{2}", "x"), ("(x+1)^2", "x^2+2x+1"), (r"\sin 2x", r"2\sin x\cos x"), ("[0,1)", "(0,1)"))
 
 
-class Reference(NamedTuple):
-    """A reference in every form that an answer is compared with; a plain number is not parsed yet."""
+class AnswerForms(NamedTuple):
+    """The data's answer in every form that a prediction is compared with; a plain number is not parsed yet."""
 
     text: str
     number: tuple[str, str] | None
     word: str | None
-    parsed: list[object]
+    forms: list[object]
 
 
 class MathScorer(Scorer):
     def __init__(self) -> None:
         # First calls build tables that take longer than an answer.
-        for answer, reference in _FIRST:
-            self.score("", rf"\boxed{{{answer}}}", reference, "stop")
+        for prediction, answer in _FIRST:
+            self.score("", rf"\boxed{{{prediction}}}", answer, "stop")
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
-        expected = _expected(reference, prompt)
+    def score(self, prompt: str, completion: str, answer: str, finish: str, columns: str = "") -> Verdict:
+        expected = _answer_forms(answer, prompt)
         if finish != "stop":
-            return unparsed("cut off before the end of sequence")
+            return unparsed_answer("cut off before the end of sequence")
         try:
-            answer = final_answer(completion)
+            prediction = final_answer(completion)
         except Unreadable as reason:
-            return unparsed(str(reason))
-        return _compare(answer, expected)
+            return unparsed_answer(str(reason))
+        return _compare(prediction, expected)
 
-    def check(self, prompt: str, reference: str) -> None:
+    def check(self, prompt: str, answer: str) -> None:
         # The library reads every plain number, and takes a thousand times as long.
-        if _number(reference.rpartition(MARKER)[2]) is None:
-            _expected(reference, prompt)
+        if _number(answer.rpartition(MARKER)[2]) is None:
+            _answer_forms(answer, prompt)
 
 
-def _compare(answer: str, expected: Reference) -> Verdict:
-    shown = wrong(f"answer {answer[:_SHOWN_CHARACTERS]}")
-    if answer == expected.text:
+def _compare(prediction: str, expected: AnswerForms) -> Verdict:
+    wrong_verdict = wrong(f"answer {prediction[:_SHOWN_CHARACTERS]}")
+    if prediction == expected.text:
         return RIGHT
-    number = _number(answer)
-    word = _word(answer)
+    number = _number(prediction)
+    word = _word(prediction)
     if number and expected.number:
-        return RIGHT if number == expected.number else shown
+        return RIGHT if number == expected.number else wrong_verdict
     if word and expected.word:
-        return RIGHT if word == expected.word else shown
-    unit = _UNIT.search(answer)
+        return RIGHT if word == expected.word else wrong_verdict
+    unit = _UNIT.search(prediction)
     if unit and _MULTIPLIER.search(unit[1].lower()):
-        return unparsed(f"a word that makes another number: {unit[1][:_SHOWN_CHARACTERS]}")
+        return unparsed_answer(f"a word that makes another number: {unit[1][:_SHOWN_CHARACTERS]}")
     # Results of earlier answers in sympy's cache must not decide on this one.
     clear_cache()
-    parsed = _parsed(_UNIT.sub(r"\\text{ \1}", answer))
-    if not parsed:
-        return unparsed("no expression")
+    forms = _parse(_UNIT.sub(r"\\text{ \1}", prediction))
+    if not forms:
+        return unparsed_answer("no expression")
     try:
         equal = math_verify.verify(
-            expected.parsed or _parsed(expected.text), parsed, timeout_seconds=None, raise_on_error=True
+            expected.forms or _parse(expected.text), forms, timeout_seconds=None, raise_on_error=True
         )
     except Exception as error:  # noqa: BLE001 - sympy raises anything; the verdict names it
-        return crashed(f"comparing: {described_error(error)}")
-    return RIGHT if equal else shown
+        return scorer_crash(f"comparing: {described_error(error)}")
+    return RIGHT if equal else wrong_verdict
 
 
 @lru_cache(maxsize=256)
-def _expected(reference: str, prompt: str) -> Reference:
-    """The forms of a reference. Raises UserError, naming the prompt, when it is no expression."""
-    text = reference.rpartition(MARKER)[2].strip()
-    if MARKER not in reference and r"\boxed" in reference:
+def _answer_forms(answer: str, prompt: str) -> AnswerForms:
+    """The forms of the data's answer. Raises UserError, naming the prompt, when it is no expression."""
+    text = answer.rpartition(MARKER)[2].strip()
+    if MARKER not in answer and r"\boxed" in answer:
         try:
-            text = final_answer(reference)
+            text = final_answer(answer)
         except Unreadable:
-            text = reference
+            text = answer
     text = plain_answer(text)
     if (number := _number(text)) is not None:
-        return Reference(text, number, None, [])
+        return AnswerForms(text, number, None, [])
     # The data is trusted with what an answer is not: the library reads it as it can.
-    parsed = _parsed(_UNIT.sub(r"\\text{ \1}", text)) or list(math_verify.parse(text, parsing_timeout=None))
-    if all(isinstance(item, str) for item in parsed):
-        raise UserError(f"the reference of {prompt[:60]!r} ends in {reference[-40:]!r}, which is no expression")
-    return Reference(text, None, _word(text), parsed)
+    forms = _parse(_UNIT.sub(r"\\text{ \1}", text)) or list(math_verify.parse(text, parsing_timeout=None))
+    if all(isinstance(item, str) for item in forms):
+        raise UserError(f"the reference of {prompt[:60]!r} ends in {answer[-40:]!r}, which is no expression")
+    return AnswerForms(text, None, _word(text), forms)
 
 
-def _parsed(text: str) -> list[object]:
+def _parse(text: str) -> list[object]:
     return list(math_verify.parse(rf"\boxed{{{text}}}", [_BOX], fallback_mode="no_fallback", parsing_timeout=None))
 
 

@@ -37,7 +37,7 @@ class Verdict:
     score: float
     outcome: VerdictOutcome
     detail: str
-    added: tuple[SideScore, ...] = ()
+    side_scores: tuple[SideScore, ...] = ()
 
 
 RIGHT = Verdict(1.0, "right", "")
@@ -51,11 +51,11 @@ def wrong(detail: str) -> Verdict:
     return Verdict(0.0, "wrong", detail)
 
 
-def unparsed(detail: str) -> Verdict:
+def unparsed_answer(detail: str) -> Verdict:
     return Verdict(0.0, "unparsed", detail)
 
 
-def crashed(detail: str) -> Verdict:
+def scorer_crash(detail: str) -> Verdict:
     return Verdict(0.0, "crashed", detail)
 
 
@@ -63,7 +63,7 @@ MATH_VERIFY = "math-verify"
 _MATH_LIBRARIES = ("math-verify", "latex2sympy2-extended", "sympy")
 
 
-class Answer(NamedTuple):
+class ScoreRequest(NamedTuple):
     """A completion (without end of sequence), what it answers, and how it ended: "stop" or, cut off, "length".
 
     `columns`: other columns of the prompt's row (`data.columns`) as a JSON object; empty where none are configured.
@@ -114,33 +114,33 @@ class FunctionScorer(Scorer):
         name = self._function.__name__
         if not self.by_name:
             given = [*(["columns"] if self.takes_columns else []), *self._options]
-            check_call(self._function, name, Answer._fields[:4], given)
+            check_call(self._function, name, ScoreRequest._fields[:4], given)
             return
         # The rows have a column for each other parameter without a default.
-        needed = [p.name for p in self._parameters if p.default is p.empty and p.kind not in _VARIABLE]
-        check_call(self._function, name, [], dict.fromkeys([*needed, *self._options]))
+        required_names = [p.name for p in self._parameters if p.default is p.empty and p.kind not in _VARIABLE]
+        check_call(self._function, name, [], dict.fromkeys([*required_names, *self._options]))
 
     def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         row = json.loads(columns or "{}")
         if self.by_name:
             texts = {"prompt": prompt, "completion": completion, "answer": reference, "finish": finish}
-            returned = self._function(**self._arguments({**row, **texts, **self._options}))
+            result = self._function(**self._arguments({**row, **texts, **self._options}))
         else:
             given = {"columns": row} if self.takes_columns else {}
-            returned = self._function(prompt, completion, reference, finish, **given, **self._options)
-        if isinstance(returned, Verdict):
-            if returned.outcome not in OUTCOMES:
+            result = self._function(prompt, completion, reference, finish, **given, **self._options)
+        if isinstance(result, Verdict):
+            if result.outcome not in OUTCOMES:
                 raise InvalidReply(
-                    f"the verifier returned the outcome {returned.outcome!r}; there are: {', '.join(OUTCOMES)}"
+                    f"the verifier returned the outcome {result.outcome!r}; there are: {', '.join(OUTCOMES)}"
                 )
-            return Verdict(_bounded(float(returned.score)), returned.outcome, str(returned.detail))
-        if returned is None:
-            return unparsed("no answer found")
-        if getattr(returned, "ndim", None) == 0 and callable(item := getattr(returned, "item", None)):
-            returned = item()  # A scalar of NumPy or torch.
-        if not isinstance(returned, int | float):
-            raise InvalidReply(f"the verifier returned {type(returned).__name__}, not a number, None or a Verdict")
-        value = _bounded(float(returned))
+            return Verdict(_clamp(float(result.score)), result.outcome, str(result.detail))
+        if result is None:
+            return unparsed_answer("no answer found")
+        if getattr(result, "ndim", None) == 0 and callable(item := getattr(result, "item", None)):
+            result = item()  # A scalar of NumPy or torch.
+        if not isinstance(result, int | float):
+            raise InvalidReply(f"the verifier returned {type(result).__name__}, not a number, None or a Verdict")
+        value = _clamp(float(result))
         if value == RIGHT.score:
             return RIGHT
         return Verdict(value, "right" if value > RIGHT.score else "wrong", f"reward {value:g}")
@@ -173,13 +173,13 @@ class ScorerHandler:
 
     def _verdict(self, request: tuple[str, ...]) -> Verdict:
         try:
-            if len(request) == len(Answer._fields):
+            if len(request) == len(ScoreRequest._fields):
                 return self._scorer.score(*request)
             self._scorer.check(*request)
         except UserError as error:
-            return unparsed(str(error))
+            return unparsed_answer(str(error))
         except BaseException as error:  # noqa: BLE001 - the verdict says what was raised
-            return crashed(described_error(error, self._file))
+            return scorer_crash(described_error(error, self._file))
         return RIGHT
 
 
@@ -200,7 +200,7 @@ def serve_scorer(name: str, options: Mapping[str, Any]) -> Service:
     return Service({"verifier": name, "source": digest}, lambda: ScorerHandler(own, file_of(function)))
 
 
-def _bounded(value: float) -> float:
+def _clamp(value: float) -> float:
     if not abs(value) <= MOST_REWARD:
         raise ValueError(f"the verifier returned {value:g}; rewards are from {-MOST_REWARD:g} to {MOST_REWARD:g}")
     return value

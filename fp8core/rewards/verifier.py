@@ -14,7 +14,7 @@ from fp8core.config.reward import FormatOptions, RewardConfig
 from fp8core.errors import UserError
 from fp8core.processes.pool import Failure, Limits, PoolProcess, ProcessPool
 from fp8core.rewards.integer import IntegerVerifier
-from fp8core.rewards.scorer import RIGHT, Answer, Scorer, SideScore, Verdict, unparsed, wrong
+from fp8core.rewards.scorer import RIGHT, Scorer, ScoreRequest, SideScore, Verdict, unparsed_answer, wrong
 
 MARKER = "#"
 _NUMBER = re.compile(r"[0-9]{1,3}")
@@ -27,12 +27,12 @@ class ChainVerifier(Scorer):
         self.check(prompt, reference)
         _, marker, answer = completion.rpartition(MARKER)
         if not marker:
-            return unparsed(f"no {MARKER}")
+            return unparsed_answer(f"no {MARKER}")
         if finish != "stop":
-            return unparsed("cut off before the end of sequence")
+            return unparsed_answer("cut off before the end of sequence")
         if len(answer) != len(reference) or not _NUMBER.fullmatch(answer):
             digits = "one digit" if len(reference) == 1 else f"{len(reference)} digits"
-            return unparsed(f"the text after {MARKER} is not {digits}")
+            return unparsed_answer(f"the text after {MARKER} is not {digits}")
         return RIGHT if answer == reference else wrong(f"answer {answer}")
 
     def check(self, prompt: str, reference: str) -> None:
@@ -45,12 +45,12 @@ class FormatVerifier(Scorer):
         self._tags = tags
 
     def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
-        text = self._begun(prompt) + completion
+        text = self._start(prompt) + completion
         places = [text.find(tag) for tag in self._tags]
         once = all(text.count(tag) == 1 for tag in self._tags)
         return RIGHT if finish == "stop" and once and places == sorted(places) else wrong("")
 
-    def _begun(self, prompt: str) -> str:
+    def _start(self, prompt: str) -> str:
         """The tags that the chat template has written at the end of the prompt, for the completion to go on from."""
         tags = ""
         rest = prompt.rstrip()
@@ -68,12 +68,12 @@ class Verifier(ABC):
         """That of `reward.verifier` alone, whose verdicts are the outcomes and the held-out accuracy."""
         return self
 
-    def begin(self, answers: Sequence[Answer]) -> None:
+    def begin(self, answers: Sequence[ScoreRequest]) -> None:
         """Start to check answers that `verify` will get soon. Returns at once."""
         return
 
     @abstractmethod
-    def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
+    def verify(self, answers: Sequence[ScoreRequest]) -> list[Verdict]:
         """One verdict an answer, in their order. Raises UserError on a reference that is no answer."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class InProcess(Verifier):
         self._scorer = scorer
         self._setting = f"{key}={name}"
 
-    def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
+    def verify(self, answers: Sequence[ScoreRequest]) -> list[Verdict]:
         try:
             return [self._scorer.score(*answer) for answer in answers]
         except UserError as error:
@@ -133,11 +133,11 @@ class VerifierPool(Verifier):
         self._lock = threading.Lock()
         self._verdicts: dict[Request, Future[Verdict]] = {}
 
-    def begin(self, answers: Sequence[Answer]) -> None:
-        self._begun(answers)
+    def begin(self, answers: Sequence[ScoreRequest]) -> None:
+        self._start(answers)
 
     def verify(self, answers: Sequence[Request]) -> list[Verdict]:
-        begun = self._begun(answers)
+        begun = self._start(answers)
         verdicts = [verdict.result() for verdict in begun]
         with self._lock:
             for answer in answers:
@@ -155,7 +155,7 @@ class VerifierPool(Verifier):
         self._pool.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _begun(self, requests: Sequence[Request]) -> list[Future[Verdict]]:
+    def _start(self, requests: Sequence[Request]) -> list[Future[Verdict]]:
         with self._lock:
             for request in requests:
                 if request not in self._verdicts:
@@ -186,28 +186,28 @@ class WeightedVerifiers(Verifier):
     def main(self) -> Verifier:
         return self._main
 
-    def begin(self, answers: Sequence[Answer]) -> None:
+    def begin(self, answers: Sequence[ScoreRequest]) -> None:
         for verifier in self._all:
             verifier.begin(answers)
 
-    def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
+    def verify(self, answers: Sequence[ScoreRequest]) -> list[Verdict]:
         verdicts = self._main.verify(answers)
         for name, weight, verifier in self._others:
             other_verdicts = verifier.verify(answers)
-            failed = [verdict for verdict in other_verdicts if verdict.outcome in ("timeout", "crashed")]
-            if failed and len(failed) == len(other_verdicts):
-                raise UserError(f"reward.others: {name}: no answer could be checked: {failed[0].detail}")
+            failures = [verdict for verdict in other_verdicts if verdict.outcome in ("timeout", "crashed")]
+            if failures and len(failures) == len(other_verdicts):
+                raise UserError(f"reward.others: {name}: no answer could be checked: {failures[0].detail}")
             for place, (verdict, other) in enumerate(zip(verdicts, other_verdicts, strict=True)):
                 detail = verdict.detail
-                if other in failed:
+                if other in failures:
                     detail = "; ".join(filter(None, (detail, f"{name}: {other.detail}")))
-                added = (*verdict.added, SideScore(name, other.score, weight, other.outcome))
-                verdicts[place] = replace(verdict, added=added, detail=detail)
+                side_scores = (*verdict.side_scores, SideScore(name, other.score, weight, other.outcome))
+                verdicts[place] = replace(verdict, side_scores=side_scores, detail=detail)
         return verdicts
 
     def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        by_reference = zip(*(verifier.faults(references) for verifier in self._all), strict=True)
-        return [next(filter(None, faults), None) for faults in by_reference]
+        by_answer = zip(*(verifier.faults(references) for verifier in self._all), strict=True)
+        return [next(filter(None, faults), None) for faults in by_answer]
 
     def describe(self) -> dict[str, JsonValue]:
         others: dict[str, JsonValue] = {name: verifier.describe() for name, _, verifier in self._others}
@@ -220,9 +220,9 @@ class WeightedVerifiers(Verifier):
 
 def reward_of(verdict: Verdict) -> float:
     """The score, and the weighted scores of other verifiers."""
-    if not verdict.added:
+    if not verdict.side_scores:
         return verdict.score
-    return verdict.score + sum(part.weight * part.score for part in verdict.added)
+    return verdict.score + sum(part.weight * part.score for part in verdict.side_scores)
 
 
 def build_verifier(config: RewardConfig) -> Verifier:
@@ -230,8 +230,8 @@ def build_verifier(config: RewardConfig) -> Verifier:
     main = _one_verifier(config, "reward.verifier")
     others = list[tuple[str, float, Verifier]]()
     for other in config.others:
-        named = config.model_copy(update={"verifier": other.verifier, "options": other.options})
-        others.append((other.name, other.weight, _one_verifier(named, f"reward.others.{other.name}.verifier")))
+        other_config = config.model_copy(update={"verifier": other.verifier, "options": other.options})
+        others.append((other.name, other.weight, _one_verifier(other_config, f"reward.others.{other.name}.verifier")))
     return WeightedVerifiers(main, others) if others else main
 
 

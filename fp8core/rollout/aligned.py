@@ -52,8 +52,8 @@ def aligned_recipe(config: Any) -> Recipe:
     return recipe_of(**getattr(config, _RECIPE_KEY))
 
 
-def is_aligned(described: Mapping[str, Any]) -> bool:
-    return described["model"] in NAMES.values()
+def is_aligned(description: Mapping[str, Any]) -> bool:
+    return description["model"] in NAMES.values()
 
 
 class AlignedDecoder(nn.Module):
@@ -80,16 +80,16 @@ class AlignedDecoder(nn.Module):
     def hidden(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens] each."""
         total = self.model.embed_tokens(input_ids)
-        added = None
+        delta = None
         for layer in self.model.layers:
             attention = layer.self_attn
             mlp = layer.mlp
-            total, normed = self._add_norm(total, added, layer.input_layernorm, attention.qkv_proj)
+            total, normed = self._add_norm(total, delta, layer.input_layernorm, attention.qkv_proj)
             attended = self._attention(attention, normed, positions, attend)
             total, normed = self._add_norm(total, attended, layer.post_attention_layernorm, mlp.gate_up_proj)
             activated = self._activated(_multiply(normed, mlp.gate_up_proj), mlp.down_proj)
-            added = self.joined(_multiply(activated, mlp.down_proj))
-        final: Tensor = add_norm(total, added, self.model.norm.weight, self._arch.rms_norm_eps)[1]
+            delta = self.joined(_multiply(activated, mlp.down_proj))
+        final: Tensor = add_norm(total, delta, self.model.norm.weight, self._arch.rms_norm_eps)[1]
         return final
 
     def joined(self, part: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ class AlignedDecoder(nn.Module):
     def joined_codes(self, part: Codes) -> Codes:
         return part
 
-    def _add_norm(self, x: Tensor, added: Tensor | None, norm: Any, linear: Any) -> tuple[Tensor, Operand]:
-        arguments = x, added, norm.weight, self._arch.rms_norm_eps
+    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Any, linear: Any) -> tuple[Tensor, Operand]:
+        arguments = x, delta, norm.weight, self._arch.rms_norm_eps
         if _multiplies_codes(linear):
             return add_norm_row_codes(*arguments, self.recipe.activations, self._flag)
         total, normed, _inverse = add_norm(*arguments)

@@ -124,28 +124,28 @@ class EmbeddedEngine:
     def __init__(self, arch: Architecture, formats: Formats, max_batch: int) -> None:
         self._decoder = Decoder(arch, formats)
         self._max_batch = max_batch
-        self._stored: dict[str, Tensor] = {}
+        self._weights_in_use: dict[str, Tensor] = {}
         self._weights: PolicyWeights | None = None
         self._scales: PolicyScales | None = None
 
     def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
         fp8_cache = self._decoder.formats.attention.name in FP8_CACHE_FORMS
         check_scales(scales, version, self._decoder.arch.num_layers if fp8_cache else 0)
-        stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self._weights = load_policy(self._decoder.arch, PreparedWeights(stored, self._decoder.formats.recipe.weights))
-        self._stored = stored
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self._weights = load_policy(self._decoder.arch, PreparedWeights(copies, self._decoder.formats.recipe.weights))
+        self._weights_in_use = copies
         self._scales = scales
         return SyncReport(version=version, digest=self.fingerprint(), scales=self._scales)
 
     def fingerprint(self) -> str:
-        return policy_digest(self._stored)
+        return policy_digest(self._weights_in_use)
 
     def describe(self) -> dict[str, object]:
         return {
             "engine": "embedded",
             "accumulation": "exact",
             **self._decoder.formats.describe(),
-            "dtypes": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._stored.items()},
+            "dtypes": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._weights_in_use.items()},
             "scales": [] if self._scales is None else [vars(layer) for layer in self._scales.layers],
         }
 
@@ -153,7 +153,7 @@ class EmbeddedEngine:
         """Weights and caches lie in main memory."""
 
     def close(self) -> None:
-        self._stored = {}
+        self._weights_in_use = {}
         self._weights = None
         self._scales = None
 
@@ -239,12 +239,12 @@ class EmbeddedSession(Session):
         live_rows = [row for row in rows if not row.finish]
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.note(token, logprob, self._sampling)
-        done = [row.completion() for row in live_rows if row.finish]
+        completions = [row.completion() for row in live_rows if row.finish]
         keep = [i for i, row in enumerate(rows) if not row.finish]
         if not keep:
             self._rows = []
             self._cache = None
-            return done
+            return completions
         # Dead rows cost as much as live ones; copying the cache costs about one decoding step.
         if len(keep) <= 0.75 * len(rows):
             cache.select(torch.tensor(keep))
@@ -255,7 +255,7 @@ class EmbeddedSession(Session):
         self._hidden = self._engine._hidden(tokens[:, None], positions, cache, self._record)
         if self._record is not None:
             self._note_experts(self._rows, self._record.recorded(len(self._rows)))
-        return done
+        return completions
 
     def close(self) -> None:
         self._waiting = []

@@ -48,10 +48,10 @@ class PromptGroup:
         return min(rest, self.max_tokens[i]) if self.max_tokens else rest
 
     def without(self, known: Collection[int]) -> Self:
-        left = [i for i, sample in enumerate(self.samples) if sample not in known]
+        places = [i for i, sample in enumerate(self.samples) if sample not in known]
 
         def of(values: tuple[_Value, ...]) -> tuple[_Value, ...]:
-            return tuple(values[i] for i in left) if values else ()
+            return tuple(values[i] for i in places) if values else ()
 
         return replace(
             self,
@@ -231,14 +231,14 @@ class Session(ABC):
         with closing(self):
             self.add(groups)
             while self.busy:
-                finished = list[Completion]()
+                group_parts = list[Completion]()
                 for completion in self.step():
                     completions = open_[completion.group]
                     completions.append(completion)
                     if len(completions) == sizes[completion.group]:
-                        finished += sorted(open_.pop(completion.group), key=lambda each: each.sample)
-                if finished:
-                    yield finished
+                        group_parts += sorted(open_.pop(completion.group), key=lambda each: each.sample)
+                if group_parts:
+                    yield group_parts
 
 
 @runtime_checkable
@@ -267,11 +267,11 @@ def check_scales(scales: PolicyScales, version: int, needed: int) -> None:
 class MemoryReader(RolloutEngine, Protocol):
     """An engine with a process of its own, which reads weights in the memory of another process."""
 
-    def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
+    def expect(self, specs: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
         """Refuse what does not fit."""
         ...
 
-    def write(self, shared: SharedWeights) -> None: ...
+    def write(self, weights: SharedWeights) -> None: ...
 
     def finish(self, scales: PolicyScales, version: int) -> SyncReport:
         """`update` ends: set the scales and read everything back."""

@@ -33,7 +33,7 @@ _OTHERWISE = (
 )
 _TOGETHER = 8
 """Answers that enter the engine together: the first ones are computed while the next ones are put into tokens."""
-_Repeated = deque[tuple[Turn, Action | None]]
+_Replay = deque[tuple[Turn, Action | None]]
 """What an environment is to say again, and what it is asked then; the last one may be yet to be answered (None)."""
 
 
@@ -111,19 +111,19 @@ class EpisodeState:
             return self._begin(reply, seconds)
         end = len(self.tokens)
         action = self.actions[-1]
-        ended: tuple[Finish, str] | None
+        ending: tuple[Finish, str] | None
         if isinstance(reply, Turn):
-            ended = self._observe(reply, self._conversation)
+            ending = self._observe(reply, self._conversation)
             outcome = "unparsed"
             self.heard.append(reply)
         else:
-            ended = (cast(Finish, action.finish), reply.detail)
+            ending = (cast(Finish, action.finish), reply.detail)
             outcome = reply.outcome
         record = turn_record(len(self._turns), action, reply, seconds)
         begin = self._turns[-1].observation_end
         self._turns.append(replace(record, begin=begin, end=end, observation_end=len(self.tokens)))
-        if ended is not None:
-            finish, detail = ended
+        if ending is not None:
+            finish, detail = ending
             return self._leave(finish, outcome, detail)
         return self._leave("open") if self._max_tokens is not None and self._wrote else None
 
@@ -148,13 +148,13 @@ class EpisodeState:
     def _observe(self, turn: Turn, conversation: Conversation) -> tuple[Finish, str] | None:
         budget = self._budget
         remaining = self._row_tokens - len(self.tokens)
-        stopped = self.actions[-1].finish == "stop"
-        if not (remaining or stopped):
+        is_complete = self.actions[-1].finish == "stop"
+        if not (remaining or is_complete):
             return "length", f"the episode has its {self._row_tokens} tokens"
         if len(self.actions) == budget.turns:
             return "turns", f"the environment goes on after {budget.turns} turns"
         try:
-            last = self.tokens[-1] if stopped else None
+            last = self.tokens[-1] if is_complete else None
             tokens = conversation.observe(turn.messages, last)
         except ObservationError as error:
             return "observation", str(error)
@@ -270,7 +270,7 @@ def run_episodes(
     pool = multi_turn.pool
     session = engine.open_session(sampling)
     open_ = dict[Key, EpisodeState]()
-    repeated = dict[Key, _Repeated]()
+    replays = dict[Key, _Replay]()
     finished = list[Completion]()
 
     def leave(episode: Completion) -> None:
@@ -278,7 +278,7 @@ def run_episodes(
         finished.append(episode)
 
     try:
-        open_.update((each.key, each) for each in _all_opened(groups, sampling.max_new_tokens, multi_turn))
+        open_.update((each.key, each) for each in _open_states(groups, sampling.max_new_tokens, multi_turn))
         for key in [key for key, episode in open_.items() if not episode.heard]:
             pool.begin(key, open_[key].task)
         session.add(_requests([episode for episode in open_.values() if episode.heard]))
@@ -287,7 +287,7 @@ def run_episodes(
             replies = pool.replies(wait, _LOOK_SECONDS)
             if wait and not replies:
                 yield []
-            new = [*_new_replies(pool, replies, repeated)]
+            new = [*_new_replies(pool, replies, replays)]
             for first in range(0, len(new), _TOGETHER):
                 asked = list[EpisodeState]()
                 for key, reply, seconds in new[first : first + _TOGETHER]:
@@ -303,7 +303,7 @@ def run_episodes(
                 if isinstance(said, Completion):
                     leave(said)
                 elif again := _to_repeat(pool, episode):
-                    repeated[episode.key] = again
+                    replays[episode.key] = again
                 else:
                     pool.act(episode.key, said)
             yield from _new(finished)
@@ -313,9 +313,9 @@ def run_episodes(
         session.close()
 
 
-def _new_replies(pool: Pool, replies: Sequence[Reply], repeated: Mapping[Key, _Repeated]) -> Iterator[Reply]:
+def _new_replies(pool: Pool, replies: Sequence[Reply], replays: Mapping[Key, _Replay]) -> Iterator[Reply]:
     for key, reply, seconds in sorted(replies, key=lambda answer: answer[0]):
-        again = repeated.get(key)
+        again = replays.get(key)
         if not again:
             yield key, reply, seconds
         elif not _repeat_next(pool, key, reply, again):
@@ -323,14 +323,14 @@ def _new_replies(pool: Pool, replies: Sequence[Reply], repeated: Mapping[Key, _R
             yield key, Outcome("crashed", detail=_OTHERWISE), seconds
 
 
-def _to_repeat(pool: Pool, episode: EpisodeState) -> _Repeated:
+def _to_repeat(pool: Pool, episode: EpisodeState) -> _Replay:
     if pool.wake(episode.key, episode.task, episode.answered):
         return deque()
     pool.begin(episode.key, episode.task)
     return deque(zip_longest(episode.heard, episode.actions))
 
 
-def _repeat_next(pool: Pool, key: Key, reply: Turn | Outcome, again: _Repeated) -> bool:
+def _repeat_next(pool: Pool, key: Key, reply: Turn | Outcome, again: _Replay) -> bool:
     """True for the answer of before, after which the environment is asked what it was asked before."""
     known, action = again.popleft()
     # Tools are told at the start only.
@@ -340,7 +340,7 @@ def _repeat_next(pool: Pool, key: Key, reply: Turn | Outcome, again: _Repeated) 
     return same
 
 
-def _all_opened(groups: Sequence[PromptGroup], row_tokens: int, multi_turn: MultiTurn) -> Iterator[EpisodeState]:
+def _open_states(groups: Sequence[PromptGroup], row_tokens: int, multi_turn: MultiTurn) -> Iterator[EpisodeState]:
     for group in groups:
         for sample, seed in zip(group.samples, group.seeds, strict=True):
             key = group.group, sample

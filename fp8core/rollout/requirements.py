@@ -43,7 +43,7 @@ class EngineBuild:
     on_gpu: bool = True
 
     @property
-    def described(self) -> str:
+    def label(self) -> str:
         return f"{self.distribution} {self.version}" + ("" if self.on_gpu else " on a CPU")
 
 
@@ -74,25 +74,25 @@ def stock_refusals(contract: PrecisionContract, build: EngineBuild) -> Iterator[
     """Formats that no kernel of an engine's own has."""
     if build.on_gpu and contract.attention_of(contract.rollout) == "fp16_over_fp8_cache":
         yield (
-            f"precision.attention=fp16_over_fp8_cache: {build.described} multiplies E4M3 Q and P over an FP8 cache; "
+            f"precision.attention=fp16_over_fp8_cache: {build.label} multiplies E4M3 Q and P over an FP8 cache; "
             "set precision.attention=fp8, or take the aligned model"
         )
     if contract.rollout.linear == "fp32":
-        yield f"precision.rollout.linear=fp32: {build.described} computes in BF16 or FP8; set it to bf16 or fp8_block"
+        yield f"precision.rollout.linear=fp32: {build.label} computes in BF16 or FP8; set it to bf16 or fp8_block"
 
 
 def aligned_refusals(place: str, contract: PrecisionContract) -> Iterator[str]:
     """`place`: the setting that chose the model."""
     rollout = contract.rollout
-    needed = {
+    requirements = {
         "precision.rounding_points": (contract.rounding_points, POINTS, "its operations round there"),
         "precision.rollout.linear": (rollout.linear, "fp8_block", "its linears multiply codes"),
         "precision.rollout.kv_cache": (rollout.kv_cache, "fp8", "its attention reads an FP8 cache"),
         "precision.rollout.head": (rollout.head, "fp32", "its logits are FP32"),
     }
-    for setting, (value, required, reason) in needed.items():
-        if value != required:
-            yield f"{place}: {setting}={value}, it must be {required}: {reason}"
+    for setting, (value, needs, reason) in requirements.items():
+        if value != needs:
+            yield f"{place}: {setting}={value}, it must be {needs}: {reason}"
 
 
 def aligned_shape_refusals(place: str, arch: Architecture) -> Iterator[str]:

@@ -77,7 +77,7 @@ class ResidentEngine(ABC):
         self._fp8_cache = contract.rollout.kv_cache == "fp8"
         self._numbers = count()
         self._parameters: dict[str, TensorSpec] = {}
-        self._sent: dict[str, TensorSpec] = {}
+        self._specs: dict[str, TensorSpec] = {}
         # Where the parameters hold what is sent, as its processes take it; None where they have it already.
         self._places: Shares | None = None
         # The tensors of which each process has rows.
@@ -98,18 +98,18 @@ class ResidentEngine(ABC):
 
     def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
         check_scales(scales, version, self._arch.num_layers if self._fp8_cache else 0)
-        if sent != self._sent:
+        if sent != self._specs:
             shares = self._find_shares(sent)
             self._places = [
                 {name: [list(part) for part in parts if part is not None] for name, parts in share.items()}
                 for share in shares
             ]
-            self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.gathered}
-            self._sent = dict(sent)
+            self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.is_gathered}
+            self._specs = dict(sent)
         self._unwritten = {*sent}
 
     def write(self, shared: SharedWeights) -> None:
-        if self._unwritten == self._sent.keys():
+        if self._unwritten == self._specs.keys():
             self._complete = False
             if self._asleep:
                 self._wake("weights")
@@ -181,13 +181,13 @@ class ResidentEngine(ABC):
             self._complete = False
 
     def describe(self) -> dict[str, object]:
-        described = self.ask_policy("describe")
+        description = self.ask_policy("describe")
         return {
-            "kernels": kernels_by_type(described["linears"]),
-            **self._described(described),
-            "model": "aligned" if is_aligned(described) else "stock",
-            "backend": described["attention"][0],
-            "dtypes": {name: spec.dtype for name, spec in self._sent.items()},
+            "kernels": kernels_by_type(description["linears"]),
+            **self._description(description),
+            "model": "aligned" if is_aligned(description) else "stock",
+            "backend": description["attention"][0],
+            "dtypes": {name: spec.dtype for name, spec in self._specs.items()},
             "scales": [dict(zip("qkv", layer, strict=True)) for layer in self.ask_policy("scales")],
         }
 
@@ -211,27 +211,29 @@ class ResidentEngine(ABC):
 
     def _read_back(self, scales: PolicyScales) -> SyncReport:
         replies = self.ask_policies("read_back")
-        version = self._agreed("versions", [each["version"] for each in replies])
+        version = self._common_value("versions", [each["version"] for each in replies])
         # Without an FP8 cache the engine has no use for scales, and none are written.
-        written = [written_scales(each["scales"]) if self._fp8_cache else scales.layers for each in replies]
-        return SyncReport(version, self._digest(replies), PolicyScales(scales.version, self._agreed("scales", written)))
+        held_scales = [written_scales(each["scales"]) if self._fp8_cache else scales.layers for each in replies]
+        return SyncReport(
+            version, self._digest(replies), PolicyScales(scales.version, self._common_value("scales", held_scales))
+        )
 
     def _digest(self, replies: Sequence[Mapping[str, Any]]) -> str:
         prints = {}
-        for name, spec in self._sent.items():
+        for name, spec in self._specs.items():
             sums = [each["sums"][name] for each in replies]
             if name in self._in_parts:
                 sums = [[sum(lane) for lane in zip(*sums, strict=True)]]
-            prints[name] = spec.dtype, spec.shape, hex_digits(self._agreed(f"bytes of {name}", sums))
+            prints[name] = spec.dtype, spec.shape, hex_digits(self._common_value(f"bytes of {name}", sums))
         return digest_of(prints)
 
-    def _agreed(self, what: str, values: Sequence[_Value]) -> _Value:
+    def _common_value(self, what: str, values: Sequence[_Value]) -> _Value:
         if any(each != values[0] for each in values):
             raise EngineUpdateError(f"{self.product}'s {len(values)} workers hold different {what}")
         return values[0]
 
     @abstractmethod
-    def _described(self, described: Mapping[str, Any]) -> dict[str, object]: ...
+    def _description(self, description: Mapping[str, Any]) -> dict[str, object]: ...
 
     @abstractmethod
     def _find_shares(self, specs: Mapping[str, TensorSpec]) -> list[Share]:
@@ -312,7 +314,7 @@ def kernels_by_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def executed_formats(
-    described: Mapping[str, Any],
+    description: Mapping[str, Any],
     contract: PrecisionContract,
     num_layers: int,
     kernels: Mapping[str, Collection[str] | None],
@@ -323,18 +325,18 @@ def executed_formats(
     `kernels`: those that compute what the contract means, by type of the weights; None for any. `backends`: likewise of
     attention over an FP8 cache. A part that no contract means has its own name.
     """
-    linears = {name: _linear_format(linear, kernels) for name, linear in described["linears"].items()}
+    linears = {name: _linear_format(linear, kernels) for name, linear in description["linears"].items()}
     prefixes = [f"model.layers.{layer}." for layer in range(num_layers)]
     by_layer = [dict.fromkeys(linears[name] for name in linears if name.startswith(prefix)) for prefix in prefixes]
-    joined = ["+".join(kinds) for kinds in by_layer]
-    head = described["head"]
-    activations = described["activations"]
-    agreed = "fp8_block" not in joined or activations == contract.recipe.activations.rule
+    layer_kinds = ["+".join(kinds) for kinds in by_layer]
+    head = description["head"]
+    activations = description["activations"]
+    scales_agree = "fp8_block" not in layer_kinds or activations == contract.recipe.activations.rule
     return {
-        "linear": joined,
-        "attention": "+".join(dict.fromkeys(_attention_format(each, backends) for each in described["attention"])),
+        "linear": layer_kinds,
+        "attention": "+".join(dict.fromkeys(_attention_format(each, backends) for each in description["attention"])),
         "head": {"float32": "fp32", "bfloat16": "bf16"}.get(head, head),
-        "scale_rule": contract.scale_rule if agreed else activations,
+        "scale_rule": contract.scale_rule if scales_agree else activations,
     }
 
 
@@ -367,8 +369,8 @@ def recorded_experts(chosen: Any, sparse: Sequence[int], positions: int) -> Tens
         count = "nothing" if chosen is None else f"{chosen.shape[0]}"
         raise RuntimeError(f"the engine recorded the experts of {count} of {positions} positions")
     # In one thread, whatever number torch has: a rollout has millions of these short rows.
-    ordered = chosen[:, list(sparse)].astype(np.int16)
-    ordered.sort(axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():
+    layer_experts = chosen[:, list(sparse)].astype(np.int16)
+    layer_experts.sort(axis=-1)
+    if (layer_experts[..., 1:] == layer_experts[..., :-1]).any():
         raise RuntimeError("the engine recorded one expert twice for a token")
-    return torch.from_numpy(ordered)
+    return torch.from_numpy(layer_experts)

@@ -72,14 +72,14 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 
 @contextmanager
 def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:
-    """In a form that `open_shared` opens in any number of other processes, while the block lasts."""
+    """In a form that `open_weights` opens in any number of other processes, while the block lasts."""
     if all(tensor.is_cuda for tensor in tensors.values()):
-        shared, counters = _shared_storages(tensors)
+        handles, counters = _shared_storages(tensors)
         # The tensors are complete, so that no reader waits for an event of a GPU that it may not see.
         for device in {tensor.device for tensor in tensors.values()}:
             torch.cuda.synchronize(device)
         try:
-            yield shared
+            yield handles
         finally:
             for counter in counters:
                 torch.UntypedStorage._release_ipc_counter(*counter)
@@ -91,16 +91,16 @@ def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:
         yield {"file": str(path)}
 
 
-def open_shared(received: SharedWeights, device: torch.device) -> SharedTensors:
+def open_weights(handles: SharedWeights, device: torch.device) -> SharedTensors:
     """To be used within the sender's block; the tensors of a file lie on the CPU."""
-    if "file" in received:
-        read = load_file(received["file"])
+    if "file" in handles:
+        read = load_file(handles["file"])
         return {name: (TensorSpec.of(tensor), tensor.view(-1).view(torch.uint8)) for name, tensor in read.items()}
-    storages = [_open_storage(fields, device) for fields in received["storages"]]
+    storages = [_open_storage(fields, device) for fields in handles["storages"]]
     inside: list[list[tuple[int, str, TensorSpec]]] = [[] for _ in storages]
-    for name, (storage, dtype, shape, first) in received["tensors"].items():
+    for name, (storage, dtype, shape, first) in handles["tensors"].items():
         inside[storage].append((first, name, TensorSpec(dtype, tuple(shape))))
-    opened: SharedTensors = {}
+    tensors: SharedTensors = {}
     for whole, parts in zip(storages, inside, strict=True):
         parts.sort()
         # One cut of a storage gives all that is in it: tens of thousands of views take a processor long.
@@ -109,8 +109,8 @@ def open_shared(received: SharedWeights, device: torch.device) -> SharedTensors:
         for piece, (first, name, spec) in zip(pieces, parts, strict=True):
             # There are gaps between tensors, and tensors that share their bytes.
             size = spec.bytes
-            opened[name] = spec, piece if len(piece) == size else whole[first : first + size]
-    return opened
+            tensors[name] = spec, piece if len(piece) == size else whole[first : first + size]
+    return tensors
 
 
 def _shared_storages(tensors: Mapping[str, Tensor]) -> tuple[SharedWeights, list[tuple[Any, ...]]]:
@@ -157,9 +157,13 @@ def _counter_of_nothing() -> tuple[Tensor, tuple[Any, ...]]:
 
 def _open_storage(fields: list[Any], device: torch.device) -> Tensor:
     """uint8 [bytes], the sender's memory."""
-    opened = [tuple(field) if isinstance(field, list) else field for field in fields]
-    opened[_TENSOR_CLASS], opened[_STORAGE_CLASS], opened[_DTYPE] = Tensor, torch.storage.TypedStorage, torch.uint8
+    call = [tuple(field) if isinstance(field, list) else field for field in fields]
+    call[_TENSOR_CLASS], call[_STORAGE_CLASS], call[_DTYPE] = (
+        Tensor,
+        torch.storage.TypedStorage,
+        torch.uint8,
+    )
     # The same GPU may have another number in the process that trains; of another GPU the memory is mapped into ours.
-    opened[_DEVICE] = device.index
-    whole: Tensor = rebuild_cuda_tensor(*opened)
+    call[_DEVICE] = device.index
+    whole: Tensor = rebuild_cuda_tensor(*call)
     return whole

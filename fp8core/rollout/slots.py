@@ -64,14 +64,14 @@ class Slot(NamedTuple):
 class Cut(NamedTuple):
     """The part of a shipped tensor on one of the GPUs that share its layer: `size` of `whole` rows (axis 0) or columns.
 
-    `gathered`: whether GPUs must put it together for its fingerprint, which sums over consecutive whole words.
+    `is_gathered`: whether GPUs must put it together for its fingerprint, which sums over consecutive whole words.
     """
 
     axis: int
     first: int
     size: int
     whole: int
-    gathered: bool
+    is_gathered: bool
 
     @property
     def ends(self) -> bool:
@@ -85,9 +85,9 @@ class Cut(NamedTuple):
 Axis = Literal[0, 1]
 
 
-def find_cuts(shipped: Mapping[str, TensorSpec], rank: int, ranks: int, last: Axis) -> dict[str, Cut]:
+def find_cuts(specs: Mapping[str, TensorSpec], rank: int, ranks: int, last: Axis) -> dict[str, Cut]:
     cuts = {}
-    for name, spec in shipped.items():
+    for name, spec in specs.items():
         if ranks > 1 and (axis := _cut_axis(name, last)) is not None:
             rows = spec.shape[axis]
             each = padded_vocabulary(rows) // ranks if name in _VOCABULARY else rows // ranks
@@ -96,12 +96,12 @@ def find_cuts(shipped: Mapping[str, TensorSpec], rank: int, ranks: int, last: Ax
     return cuts
 
 
-def cut_specs(shipped: Mapping[str, TensorSpec], cuts: Mapping[str, Cut]) -> dict[str, TensorSpec]:
+def cut_specs(specs: Mapping[str, TensorSpec], cuts: Mapping[str, Cut]) -> dict[str, TensorSpec]:
     return {
         name: spec._replace(shape=(*spec.shape[: cut.axis], cut.size, *spec.shape[cut.axis + 1 :]))
         if (cut := cuts.get(name)) is not None
         else spec
-        for name, spec in shipped.items()
+        for name, spec in specs.items()
     }
 
 
@@ -130,21 +130,21 @@ Shares = list[dict[str, list[list[Any]]]]
 
 
 def find_shares(
-    shipped: Mapping[str, TensorSpec],
-    filled: Mapping[str, tuple[int, ...]],
+    specs: Mapping[str, TensorSpec],
+    tile_shapes: Mapping[str, tuple[int, ...]],
     parameters: Mapping[str, TensorSpec],
     ranks: int = 1,
     last: Axis = 1,
 ) -> list[Share]:
-    """The share of each GPU; `parameters` are those of one. `filled`: shapes of what has zeros beside it.
+    """The share of each GPU; `parameters` are those of one. `tile_shapes`: shapes of what has zeros beside it.
 
     Raises EngineUpdateError: what is shipped does not fit.
     """
-    check_fit(shipped, find_slots(shipped, filled), whole_parameters(parameters, ranks, last))
+    check_fit(specs, find_slots(specs, tile_shapes), whole_parameters(parameters, ranks, last))
     shares = []
     for rank in range(ranks):
-        cuts = find_cuts(shipped, rank, ranks, last)
-        slots = find_slots(cut_specs(shipped, cuts), filled)
+        cuts = find_cuts(specs, rank, ranks, last)
+        slots = find_slots(cut_specs(specs, cuts), tile_shapes)
         shares.append({name: (slot, cuts.get(name)) for name, slot in slots.items()})
     return shares
 
@@ -171,23 +171,23 @@ def filled_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in parameter_shapes(with_whole_tiles(arch)).items() if shape != own[name]}
 
 
-def find_slots(shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int, ...]]) -> dict[str, Slot]:
+def find_slots(specs: Mapping[str, TensorSpec], tile_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slot]:
     """Raises EngineUpdateError: a part of a fused parameter is missing."""
     slots = {}
 
     def room(name: str) -> tuple[int, ...]:
-        if name.endswith(SCALE_SUFFIX) and (shape := filled.get(name.removesuffix(SCALE_SUFFIX))) is not None:
+        if name.endswith(SCALE_SUFFIX) and (shape := tile_shapes.get(name.removesuffix(SCALE_SUFFIX))) is not None:
             return tuple(-(-size // TILE) for size in shape)
-        return filled.get(name, shipped[name].shape)
+        return tile_shapes.get(name, specs[name].shape)
 
-    for name, spec in shipped.items():
+    for name, spec in specs.items():
         if (expert := _EXPERT.fullmatch(name)) is not None:
             slots[name] = _expert_slot(expert, spec.rows)
             continue
         before, after = _split(name)
         start = 0
         for part in before:
-            if part not in shipped:
+            if part not in specs:
                 raise EngineUpdateError(f"{part} is missing, {name} was sent")
             start += room(part)[0]
         (rows, *columns), (taken, *width) = spec.shape, room(name)
@@ -205,21 +205,19 @@ def _expert_slot(name: re.Match[str], rows: int) -> Slot:
 def _split(name: str) -> tuple[list[str], str]:
     prefix, _, rest = name.rpartition(".")
     stem, _, module = prefix.rpartition(".")
-    fused = _FUSED_WITH.get(module)
-    if fused is None:
+    fused_name = _FUSED_WITH.get(module)
+    if fused_name is None:
         return [], name
-    parts = FUSED[fused]
+    parts = FUSED[fused_name]
     above = [f"{stem}.{part}.{rest}" for part in parts[: parts.index(module)]]
-    return above, f"{stem}.{fused}.{rest}"
+    return above, f"{stem}.{fused_name}.{rest}"
 
 
-def check_fit(
-    shipped: Mapping[str, TensorSpec], slots: Mapping[str, Slot], parameters: Mapping[str, TensorSpec]
-) -> None:
+def check_fit(specs: Mapping[str, TensorSpec], slots: Mapping[str, Slot], parameters: Mapping[str, TensorSpec]) -> None:
     """Raises EngineUpdateError: a tensor does not fit its slot, or together they do not fill a parameter."""
-    filled: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    intervals: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, slot in slots.items():
-        source = shipped[name]
+        source = specs[name]
         target = parameters.get(slot.parameter)
         if target is None:
             raise EngineUpdateError(f"{name}: the engine has no parameter {slot.parameter}")
@@ -228,9 +226,9 @@ def check_fit(
             raise EngineUpdateError(
                 f"{name}: {source} was sent for rows from {slot.start} of {slot.parameter}, {target}"
             )
-        filled[slot.parameter].append((slot.start, slot.end))
+        intervals[slot.parameter].append((slot.start, slot.end))
     for parameter, spec in parameters.items():
-        rows = _rows_without_gap(parameter, filled[parameter])
+        rows = _rows_without_gap(parameter, intervals[parameter])
         if (padded_vocabulary(rows) if parameter in _VOCABULARY and rows else rows) != spec.rows:
             raise EngineUpdateError(f"{parameter}: {rows} of its {spec.rows} rows were sent")
 

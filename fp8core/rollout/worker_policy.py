@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8core.numerics.fingerprint import Slice, slice_sums
-from fp8core.rollout.shared_weights import SharedTensors, SharedWeights, TensorSpec, open_shared
+from fp8core.rollout.shared_weights import SharedTensors, SharedWeights, TensorSpec, open_weights
 from fp8core.rollout.slots import Cut, Share, Shares, Slot
 
 # A copy of its own costs a processor as long as this takes to copy; smaller ones are launched together.
@@ -71,7 +71,7 @@ class WeightPlaces:
         if self._slices:
             sums |= zip(self._slices, slice_sums(list(self._slices.values())), strict=True)
         for name, place in self._rest.items():
-            if place.cut is not None and place.cut.gathered:
+            if place.cut is not None and place.cut.is_gathered:
                 part = Slice.whole(gather(place.rows, place.cut.axis))
             else:
                 part = _slice_of(place)
@@ -90,7 +90,7 @@ def _rows(rows: Tensor, cut: Cut | None) -> _Rows:
 
 
 def _lies_whole(place: _Rows) -> bool:
-    return place.flat is not None and not (place.cut is not None and place.cut.gathered)
+    return place.flat is not None and not (place.cut is not None and place.cut.is_gathered)
 
 
 def _slice_of(place: _Rows) -> Slice:
@@ -127,12 +127,12 @@ class WorkerPolicy(ABC):
         if shares is not None:
             own = shares[self._rank()]
             share = {name: (Slot(*slot), Cut(*cut[0]) if cut else None) for name, (slot, *cut) in own.items()}
-            self._weights = WeightPlaces(self._named(), share)
+            self._weights = WeightPlaces(self._parameters_by_name(), share)
         self._places().clear_filling()
 
     def write(self, received: SharedWeights) -> list[str]:
-        tensors = open_shared(received, self._device)
-        self._places().write(self._named(), tensors)
+        tensors = open_weights(received, self._device)
+        self._places().write(self._parameters_by_name(), tensors)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return list(tensors)
@@ -145,7 +145,7 @@ class WorkerPolicy(ABC):
 
     def read_back(self) -> dict[str, Any]:
         """Version, lane sums, and the scales in force."""
-        sums = self._places().sums(self._named(), self._gather)
+        sums = self._places().sums(self._parameters_by_name(), self._gather)
         return {"version": self._version, "sums": sums, "scales": self.scales()}
 
     def scales(self) -> list[list[float]]:
@@ -181,7 +181,7 @@ class WorkerPolicy(ABC):
     def _gather(self, part: Tensor, axis: int) -> Tensor:
         return part
 
-    def _named(self) -> dict[str, nn.Parameter]:
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters())
 
     def _places(self) -> WeightPlaces:

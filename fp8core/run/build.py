@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def members_node(config: RunConfig) -> Node:
     """The machine that engines and trainers compute on: a node of the cluster at `cluster.address`, or this one."""
-    if config.cluster.used and find_spec("ray") is None:
+    if config.cluster.is_used and find_spec("ray") is None:
         raise UserError("cluster: several engines or ranks need Ray (pip install 'fp8-grpo[ray]')")
     if config.cluster.address is None:
         return this_node(packages_of(config))
@@ -77,10 +77,10 @@ def build_base(config: RunConfig) -> BaseModel:
     base = find_base(config)
     if base.checkpoint is None:
         initial = InitialWeights(base.arch, config.seed)
-        return replace(base, tensors=initial if config.cluster.used else dict(initial))
+        return replace(base, tensors=initial if config.cluster.is_used else dict(initial))
     # This process holds no weights where ranks do.
     source = base.checkpoint.source()
-    return replace(base, tensors=source if config.cluster.used else dict(source))
+    return replace(base, tensors=source if config.cluster.is_used else dict(source))
 
 
 def find_base(config: RunConfig) -> BaseModel:
@@ -109,7 +109,7 @@ def check_shape(config: RunConfig, arch: Architecture) -> None:
 
 
 def open_cluster(config: RunConfig) -> "Cluster | None":
-    if not config.cluster.used:
+    if not config.cluster.is_used:
         return None
     from fp8core.cluster.workers import Cluster
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from fp8core.durable import folder_digest, partial_folder, remove_folder, sync_path, why_not_written
+from fp8core.durable import folder_digest, partial_folder, remove_folder, sync_path, write_problem
 from fp8core.errors import StoredFileError, UserError
 from fp8core.run.context import RunContext, gc_freeze
 from fp8core.run.policy import initial_trainer
@@ -54,7 +54,7 @@ def save_state(run: RunContext, index: int) -> None:
         partial.rename(folder)
         sync_path(folder.parent)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: the checkpoint cannot be written: {why_not_written(error)}") from error
+        raise UserError(f"{folder}: the checkpoint cannot be written: {write_problem(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     digests = {"digest": folder_digest(folder), "weights_digest": trainer.digest()}

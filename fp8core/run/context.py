@@ -128,7 +128,7 @@ class RunContext(StepContext):
         self.reply_seconds.clear()
         self.halted.clear()
         self.cluster.replace()
-        self.cluster.workers.check_shared(self.directory.path)
+        self.cluster.workers.check_shared_folder(self.directory.path)
 
     def initial_policy(self) -> Mapping[str, Tensor]:
         """Of the warm start, or `base`. Raises StoredFileError: damaged, or of another model."""

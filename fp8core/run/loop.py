@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from fp8core.alignment.bounds import Crossing, crossed, stop_bounds
+from fp8core.alignment.bounds import Crossing, first_crossing, stop_bounds
 from fp8core.errors import MemberLost, behind
 from fp8core.evaluation.measure import compared_prompts
 from fp8core.run import start
@@ -175,7 +175,7 @@ def _crossing(run: RunContext) -> Crossing | None:
     last = next_step(run) - 1
 
     def crossed_since(first: int) -> Crossing | None:
-        return crossed(bounds, [step_metrics(run, index) for index in range(first, last + 1)])
+        return first_crossing(bounds, [step_metrics(run, index) for index in range(first, last + 1)])
 
     if not bounds.judges or last == START or run.directory.ledger.bounds(last):
         return None

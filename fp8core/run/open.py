@@ -96,7 +96,7 @@ def open_run(
         # Too few GPUs, or a node of other code: before anything is loaded.
         if (cluster := open_cluster(config)) is not None:
             parts.callback(cluster.close)
-            cluster.workers.check_shared(directory.path)
+            cluster.workers.check_shared_folder(directory.path)
         with console.part("loading the model"):
             base = build_base(config)
         verifier = parts.enter_context(closing(build_verifier(config.reward)))
@@ -251,7 +251,7 @@ def check_opening(
     """Raises UserError: the environment gives the longest problem no reply, or makes it too long to be a prompt."""
     assert config.environment is not None, "a pool is of an environment"
     problem = max(problems, key=lambda row: len(prompt_text(row, config, tokenizer)[0].encode()))
-    row = {"messages": messages_of(problem, config), "reference": problem.reference, "columns": problem.columns}
+    row = {"messages": messages_of(problem, config), "reference": problem.answer, "columns": problem.columns}
     pool.begin((0, 0), task_of(row, sample_seed(seed, 0, 0, 0)))
     ((_, reply, _),) = pool.replies(wait=True)
     pool.end((0, 0))

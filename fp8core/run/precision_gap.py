@@ -27,7 +27,7 @@ from fp8core.models.weights import load_policy, rollout_formats, stored_weights
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.progress import Progress, tell_progress
-from fp8core.report.chart import counted
+from fp8core.report.chart import count_text
 from fp8core.rewards.final_answer import MARKER
 from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.batch import TokenBatch
@@ -102,7 +102,7 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluation: dict[str, Any
 def gap_line(gap: dict[str, Any]) -> str:
     ours = gap["accuracy"]["value"]
     theirs = gap["bf16_accuracy"]["value"]
-    prompts = counted(gap["prompts"], "prompt")
+    prompts = count_text(gap["prompts"], "prompt")
     held_out = f"held-out {ours:.3f} and {theirs:.3f} ({prompts})"
     return f"FP8 from BF16 at step 0: KL {gap['kl']:.3g} nats, {held_out}; see the report"
 
@@ -147,7 +147,7 @@ def right_answer(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> l
     """Token ids of what follows the last `####` of a reference, or of all of it; none where it cannot be encoded."""
     if config.data.source == "chain":
         return tokenizer.encode(completion(problem.question, "bare"))
-    text = problem.reference.rpartition(MARKER)[2].strip()
+    text = problem.answer.rpartition(MARKER)[2].strip()
     before, chat = prompt_text(problem, config, tokenizer)
     candidates = [text] if chat or before[-1:].isspace() else [f" {text}", text]
     for candidate in candidates if text else ():

@@ -30,7 +30,7 @@ def graph_of(config: RunConfig) -> StepGraph:
 def graph_on(config: RunConfig, platform: str) -> StepGraph:
     # On the CPU trainer and embedded engine compute everything, whatever else the machine has.
     where = platform if config.training.device == "cuda" else "cpu"
-    check_contract(config.precision, where, corrected=config.correction.method != "none")
+    check_contract(config.precision, where, has_correction=config.correction.method != "none")
     Objective(config.loss, config.correction)
     find_optimiser(config.training.optimiser)
     return pipeline_of(config)
@@ -160,5 +160,5 @@ def check_memory(config: RunConfig, node: Node, ledger: LedgerView | None) -> No
 
 def check_cluster(config: RunConfig, node: Node) -> None:
     tensor_parallel = engine_entry(config).tensor_parallel(config)
-    if config.cluster.used and 0 < node.gpus < sum(config.cluster.bundles(tensor_parallel)) and wants_gpus(config):
+    if config.cluster.is_used and 0 < node.gpus < sum(config.cluster.bundles(tensor_parallel)) and wants_gpus(config):
         raise UserError(config.cluster.too_small(tensor_parallel, "GPU", f"this machine has {node.gpus}"))

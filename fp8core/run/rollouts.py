@@ -14,7 +14,7 @@ from fp8core.environments.pool import Pool, RecordedPool
 from fp8core.environments.protocol import TurnRecord
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.rewards.scorer import Answer, Key, Verdict, VerdictOutcome
+from fp8core.rewards.scorer import Key, ScoreRequest, Verdict, VerdictOutcome
 from fp8core.rewards.verifier import Verifier, reward_of
 from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, sample_seed
@@ -52,7 +52,7 @@ def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tok
         "prompt_id": [problem.prompt_id for problem in problems],
         "text": [text for text, _ in text_tokens],
         "tokens": [tokens for _, tokens in text_tokens],
-        "reference": [problem.reference for problem in problems],
+        "reference": [problem.answer for problem in problems],
     }
     schema = PROMPTS
     if config.data.columns:
@@ -154,26 +154,28 @@ def counts(outcome: str, config: RunConfig) -> bool:
     return not (left_out and outcome in UNCHECKED_OUTCOMES)
 
 
-def ends_of(prompts: Iterable[Mapping[str, Any]], rollouts: pa.Table, turns: pa.Table | None) -> list[Answer | Verdict]:
+def ends_of(
+    prompts: Iterable[Mapping[str, Any]], rollouts: pa.Table, turns: pa.Table | None
+) -> list[ScoreRequest | Verdict]:
     """For each completion the texts for the verifier, or the verdict of its environment."""
     by_group = {row["group"]: row for row in prompts}
     records = {} if turns is None else turn_records(turns)
-    ends = list[Answer | Verdict]()
+    ends = list[ScoreRequest | Verdict]()
     for row in rollouts.select([*COMPLETION_KEY, "text", "finish"]).to_pylist():
         played = records.get(key_of(row), [TurnRecord(1, text=row["text"], outcome=JUDGE)])
         last = played[-1]
         if last.outcome == JUDGE:
             prompt = by_group[row["group"]]
             finish = "stop" if row["finish"] == "stop_string" else row["finish"]
-            ends.append(Answer(prompt["text"], last.text, prompt["reference"], finish, prompt.get("columns", "")))
+            ends.append(ScoreRequest(prompt["text"], last.text, prompt["reference"], finish, prompt.get("columns", "")))
         else:
             ends.append(Verdict(float(last.outcome == "right"), cast(VerdictOutcome, last.outcome), last.detail))
     return ends
 
 
-def verdicts_of(verifier: Verifier, ends: Sequence[Answer | Verdict]) -> list[Verdict]:
-    judged = iter(verifier.verify([end for end in ends if isinstance(end, Answer)]))
-    return [next(judged) if isinstance(end, Answer) else end for end in ends]
+def verdicts_of(verifier: Verifier, ends: Sequence[ScoreRequest | Verdict]) -> list[Verdict]:
+    judged = iter(verifier.verify([end for end in ends if isinstance(end, ScoreRequest)]))
+    return [next(judged) if isinstance(end, ScoreRequest) else end for end in ends]
 
 
 def reward_table(run: StepContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
@@ -182,17 +184,17 @@ def reward_table(run: StepContext, prompts: pa.Table, rollouts: pa.Table, turns:
     verdicts = verdicts_of(run.verifier, ends)
     tell_failures(run, "rewards", verdicts)
     played = {} if turns is None else turn_records(turns)
-    none = {f"{SCORE}{part.name}": 0.0 for verdict in verdicts for part in verdict.added}
+    none = {f"{SCORE}{part.name}": 0.0 for verdict in verdicts for part in verdict.side_scores}
     rows = []
     for key, verdict, end in zip(keys_of(rollouts), verdicts, ends, strict=True):
         earned = sum(turn.reward for turn in played.get(key, ()))
-        if isinstance(end, Answer):
+        if isinstance(end, ScoreRequest):
             # Adding 0 would take the sign off a score of -0.
             reward, own = (x + earned if earned else x for x in (reward_of(verdict), verdict.score))
         else:
             reward = own = earned
         check_reward(reward, key)
-        scores = {f"{SCORE}{part.name}": part.score for part in verdict.added} or none
+        scores = {f"{SCORE}{part.name}": part.score for part in verdict.side_scores} or none
         rows.append(
             {
                 **dict(zip(COMPLETION_KEY, key, strict=True)),
@@ -250,7 +252,7 @@ def failures(config: RunConfig, verdicts: Sequence[Verdict]) -> str | None:
     if unchecked and len(unchecked) == total:
         settings = [] if config.environment is None else [f"environment.name={config.environment.name}"]
         raise UserError(f"{', '.join([*settings, f'reward.verifier={config.reward.verifier}'])}: {lines[0]}")
-    others = [(part.name, each) for each in verdicts for part in each.added if part.outcome in UNCHECKED_OUTCOMES]
+    others = [(part.name, each) for each in verdicts for part in each.side_scores if part.outcome in UNCHECKED_OUTCOMES]
     if others:
         counts_by_name = Counter(name for name, _ in others)
         parts = ", ".join(f"{count} of {total} by reward.others.{name}" for name, count in counts_by_name.items())

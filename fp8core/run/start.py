@@ -15,7 +15,7 @@ from fp8core.config.training import OptimiserConfig, TrainingConfig
 from fp8core.data.demonstrations import (
     TokenisedDemonstration,
     chain_demonstrations,
-    demonstrated,
+    demonstration_batch,
     digest_of_rows,
     own_demonstrations,
 )
@@ -197,7 +197,7 @@ def train_on_demonstrations(
     """`progress` hears each step's index and mean cross-entropy (nats a token)."""
     for step in range(config.steps):
         try:
-            loss = trainer.sft_step(demonstrated(batch(step)), _learning_rate(config, step))
+            loss = trainer.sft_step(demonstration_batch(batch(step)), _learning_rate(config, step))
         except NotFiniteError as error:
             raise NotFiniteError(f"warm start, step {step}: {error}") from error
         if not math.isfinite(loss):

@@ -20,7 +20,7 @@ import pyarrow as pa
 from fp8core.config.run import RunConfig
 from fp8core.environments.protocol import TurnRecord
 from fp8core.progress import tell_progress
-from fp8core.rewards.scorer import Answer, Key
+from fp8core.rewards.scorer import Key, ScoreRequest
 from fp8core.rl.batch import routes
 from fp8core.rollout.engine import Completion, PromptGroup, sample_seed
 from fp8core.rollout.episodes import EpisodePlayer
@@ -69,12 +69,12 @@ class StreamLimits(NamedTuple):
 class Stream:
     """The prompts that have entered and not left, in their order."""
 
-    def __init__(self, rows: Iterable[Completion], pace: StreamLimits, left: int) -> None:
+    def __init__(self, rows: Iterable[Completion], pace: StreamLimits, last_batch: int) -> None:
         self._groups: dict[GroupPlace, list[Completion]] = defaultdict(list)
         for row in rows:
             self._groups[row.batch, row.group].append(row)
         self.pace = pace
-        newest = max(self._groups, default=(left, pace.prompts - 1))
+        newest = max(self._groups, default=(last_batch, pace.prompts - 1))
         self._next = (newest[0] - 1) * pace.prompts + newest[1] + 1
         self.tick = max((row.ended for row in self.rows), default=0)
 
@@ -90,9 +90,9 @@ class Stream:
         ]
 
     def whole(self) -> list[int]:
-        entered = Counter(batch for batch, _ in self._groups)
+        counts = Counter(batch for batch, _ in self._groups)
         open_ = {batch for batch, _ in self.in_flight()}
-        return sorted(each for each, prompts in entered.items() if prompts == self.pace.prompts and each not in open_)
+        return sorted(each for each, prompts in counts.items() if prompts == self.pace.prompts and each not in open_)
 
     def admit(self, version: int, enter: Enter) -> None:
         # Prompts that may have entered under this policy, since the run began.
@@ -126,22 +126,22 @@ class Stream:
             prefix_tokens = tuple(tuple(row.tokens) for row in rows) if any(row.tokens for row in rows) else ()
             max_tokens = () if room is None else (room,) * len(rows)
             groups.append(replace(group_of(number, rows), prefix_tokens=prefix_tokens, max_tokens=max_tokens))
-        completions = [done for finished in generate(groups, places) for done in finished]
-        longest = max((len(done.tokens) for done in completions if done.group < len(due)), default=0)
-        for done in completions:
-            if not done.tokens and done.in_flight:
+        completions = [completion for finished in generate(groups, places) for completion in finished]
+        longest = max((len(completion.tokens) for completion in completions if completion.group < len(due)), default=0)
+        for completion in completions:
+            if not completion.tokens and completion.in_flight:
                 continue
-            row = open_.pop(done.key)
-            length = min(longest, len(done.tokens))
-            row.tokens += done.tokens[:length]
-            row.logprobs += done.logprobs[:length]
+            row = open_.pop(completion.key)
+            length = min(longest, len(completion.tokens))
+            row.tokens += completion.tokens[:length]
+            row.logprobs += completion.logprobs[:length]
             row.versions += [version] * length
-            row.experts = done.experts
-            if not done.in_flight and length == len(done.tokens):
-                row.finish = done.finish
-                row.ended = self.tick + done.length
+            row.experts = completion.experts
+            if not completion.in_flight and length == len(completion.tokens):
+                row.finish = completion.finish
+                row.ended = self.tick + completion.length
         assert not open_, "the engine left a completion as it was, so nothing would ever end"
-        return max((done.length for done in completions if done.group < len(due)), default=0)
+        return max((completion.length for completion in completions if completion.group < len(due)), default=0)
 
     def complete(self, step: int, chunk: int | None, generate: Generate, enter: Enter) -> list[Completion]:
         """Write until the prompts of a step are complete, under the policy before it; these leave.
@@ -338,7 +338,7 @@ class StreamWriter:
         if due := [row for row in over if row.batch == self._index]:
             prompts = [self._prompt(self._index, group) for group in sorted({row.group for row in due})]
             ends = ends_of(prompts, *row_tables(due, self._run.config, self._run.tokenizer))
-            self._run.verifier.begin([end for end in ends if isinstance(end, Answer)])
+            self._run.verifier.begin([end for end in ends if isinstance(end, ScoreRequest)])
 
     def _number(self, place: GroupPlace) -> int:
         batch, group = place

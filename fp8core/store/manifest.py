@@ -30,7 +30,7 @@ class Content(_Part):
     size: Bytes = Field(description="Bytes.")
 
 
-_HEAD = re.compile(r"([0-9]{1,8}):([0-9a-f]{64})")
+_TIP = re.compile(r"([0-9]{1,8}):([0-9a-f]{64})")
 
 # Artifacts of one step: task -> artifact -> content.
 Contents = dict[str, dict[str, Content]]
@@ -91,7 +91,7 @@ def record_digest(manifest: StepManifest) -> str:
     return hashlib.sha256(canonical_json(manifest.record.model_dump(mode="json"), "record")).hexdigest()
 
 
-class Head(NamedTuple):
+class ChainTip(NamedTuple):
     """The newest link of a chain; as text `12:` and the 64 hex digits of the digest."""
 
     step: int
@@ -103,8 +103,8 @@ class Head(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        if (parts := _HEAD.fullmatch(text)) is None:
-            raise ValueError(f"{text[:80]!r} is not the head of a chain (STEP:DIGEST)")
+        if (parts := _TIP.fullmatch(text)) is None:
+            raise ValueError(f"{text[:80]!r} is not the tip of a chain (STEP:DIGEST)")
         return cls(int(parts[1]), parts[2])
 
     def __str__(self) -> str:

@@ -32,7 +32,7 @@ PROMPTS = pa.schema(
         ("prompt_id", pa.string()),
         ("text", pa.string()),
         ("tokens", _TOKENS),
-        ("reference", pa.string()),
+        ("reference", pa.string()),  # The answer of the data.
     ]
 )
 

@@ -71,10 +71,10 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
             FullWeights(masters) if training.lora is None else AdaptedWeights(masters, training.lora, seed)
         )
         self._decoder = Decoder(arch, formats)
-        self._unscaled = Decoder(arch, replace(formats, attention=Bf16Attention(formats.points.weights)))
+        self._bf16_decoder = Decoder(arch, replace(formats, attention=Bf16Attention(formats.points.weights)))
         self._shipped_formats = shipped_formats
         # By the formats of parameters; what is shipped and what passes read is often one.
-        self._prepared: dict[StoredNames, PreparedWeights] = {}
+        self._prepared_weights: dict[StoredNames, PreparedWeights] = {}
         self._optimiser = Optimiser(training.optimiser, self._policy.trainable)
         tiles = sampled_tiles(learning_linears(parameter_shapes(arch), training.lora))
         names = shipped_formats.stored_names()
@@ -87,11 +87,11 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         return self._policy.weights()
 
     def describe(self) -> dict[str, object]:
-        described = self._decoder.formats.describe() | self._policy.describe()
-        return {"trainer": "torch", "accumulation": "exact", **described}
+        description = self._decoder.formats.describe() | self._policy.describe()
+        return {"trainer": "torch", "accumulation": "exact", **description}
 
     def _to_ship(self) -> ShippedTensors:
-        return ShippedTensors(self._prepare(self._shipped_formats).stored)
+        return ShippedTensors(self._prepare(self._shipped_formats).tensors)
 
     def digest(self) -> str:
         return self._policy.digest()
@@ -105,7 +105,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
             tell_progress(index, len(slices))
             part = slices[index][1]
             observe = partial(_observe, statistics, part.valid, ())
-            self._unscaled.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), (), observe)
+            self._bf16_decoder.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), (), observe)
         self._ranks.combine_counts(statistics.combine)
         return statistics
 
@@ -158,28 +158,28 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
     def _prepare(self, formats: Formats) -> PreparedWeights:
         names = formats.stored_names()
         grouping = formats.recipe.weights
-        if names not in self._prepared:
-            stored = stored_weights(self._policy.weights(), names, grouping)
-            self._prepared[names] = PreparedWeights(stored, grouping)
-        return self._prepared[names]
+        if names not in self._prepared_weights:
+            tensors = stored_weights(self._policy.weights(), names, grouping)
+            self._prepared_weights[names] = PreparedWeights(tensors, grouping)
+        return self._prepared_weights[names]
 
     def _tiles(self, tiles: Sequence[Tile]) -> list[Tensor]:
         weights = self._policy.weights()
         return [tile.cut(weights[tile.name]) for tile in tiles]
 
     def _changed(self) -> None:
-        self._prepared = {}
+        self._prepared_weights = {}
         self._policy.changed()
 
     def _inference_weights(self) -> PolicyWeights:
         return load_policy(self.arch, self._prepare(self._decoder.formats))
 
-    def _unlike_shipped(self) -> Mapping[str, Tensor] | None:
+    def _other_weights(self) -> Mapping[str, Tensor] | None:
         same = self._decoder.formats.stored_names() == self._shipped_formats.stored_names()
-        return None if same else self._prepare(self._decoder.formats).stored
+        return None if same else self._prepare(self._decoder.formats).tensors
 
-    def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> PolicyWeights:
-        return load_policy(self.arch, PreparedWeights(shipped, self._shipped_formats.recipe.weights))
+    def _engine_weights(self, engine_weights: Mapping[str, Tensor]) -> PolicyWeights:
+        return load_policy(self.arch, PreparedWeights(engine_weights, self._shipped_formats.recipe.weights))
 
     def _training_weights(self) -> PolicyWeights:
         return load_policy(self.arch, self._prepare(self._decoder.formats), self._policy.weights())
@@ -197,13 +197,13 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
     def load(self, folder: Path) -> None:
         state = read_state(folder)
         check_base(folder, self._policy.base, state)
-        saved = read_tensors(folder / MASTERS)
+        tensors = read_tensors(folder / MASTERS)
         moments = read_tensors(folder / OPTIMISER)
-        check_shapes(folder / MASTERS, saved, self._policy.trainable)
+        check_shapes(folder / MASTERS, tensors, self._policy.trainable)
         check_shapes(folder / OPTIMISER, moments, self._optimiser.like(moments))
         self._optimiser.state = dict(moments)
         for name, tensor in self._policy.trainable.items():
-            tensor.data.copy_(saved[name])
+            tensor.data.copy_(tensors[name])
         self._changed()
         self.version = state.version
         self._updates = state.updates
@@ -217,14 +217,14 @@ def _observe(
 
 
 def _build(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks) -> ExactTrainer:
-    formats, shipped = (side(config.precision, arch.num_layers) for side in (training_formats, rollout_formats))
+    formats, engine_formats = (side(config.precision, arch.num_layers) for side in (training_formats, rollout_formats))
     objective = Objective(config.loss, config.correction)
-    return ExactTrainer(arch, masters, formats, shipped, config.training, objective, ranks, config.seed)
+    return ExactTrainer(arch, masters, formats, engine_formats, config.training, objective, ranks, config.seed)
 
 
 TRAINER = TrainerEntry(
     name="exact",
-    chosen=lambda training: training.trainer == "torch" and not training.computes_packed,
+    is_chosen=lambda training: training.trainer == "torch" and not training.computes_packed,
     build=_build,
     arithmetic="exact",
     scores_updates=True,

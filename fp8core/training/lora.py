@@ -16,7 +16,7 @@ from fp8core.models.weights import is_linear
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.lora import merged_weight, with_gradients
 
-LEFT = ".lora_B.weight"
+LEFT_SUFFIX = ".lora_B.weight"
 RIGHT = ".lora_A.weight"
 _WEIGHT = ".weight"
 Shapes = Mapping[str, tuple[int, ...]]
@@ -37,7 +37,7 @@ def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...
     for name, shape in shapes.items():
         if is_target(name, lora):
             module = name.removesuffix(_WEIGHT)
-            adapters[module + RIGHT], adapters[module + LEFT] = (lora.rank, shape[1]), (shape[0], lora.rank)
+            adapters[module + RIGHT], adapters[module + LEFT_SUFFIX] = (lora.rank, shape[1]), (shape[0], lora.rank)
     return adapters
 
 
@@ -79,7 +79,7 @@ class Adapters:
     def of(self, name: str) -> tuple[Tensor, Tensor] | None:
         """B and A of a parameter; None where it has no adapter."""
         module = name.removesuffix(_WEIGHT)
-        matrix = self.trainable.get(module + LEFT)
+        matrix = self.trainable.get(module + LEFT_SUFFIX)
         return None if matrix is None else (matrix, self.trainable[module + RIGHT])
 
     @torch.no_grad()
@@ -121,31 +121,31 @@ class AdaptedWeights:
         self._adapters = Adapters(shapes, lora, seed, torch.device("cpu"))
         self.trainable = {name: tensor.requires_grad_(True) for name, tensor in self._adapters.trainable.items()}
         self.base: str | None = policy_digest(self._frozen)
-        self._merged: dict[str, Tensor] = {}
+        self._policy_weights: dict[str, Tensor] = {}
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: self._with_gradients(name, merged) for name, merged in self._whole().items()}
+        return {name: self._with_gradients(name, weight) for name, weight in self._whole().items()}
 
     def changed(self) -> None:
-        self._merged = {}
+        self._policy_weights = {}
 
     def digest(self) -> str:
-        rounded = {name: merged.bfloat16() for name, merged in self._whole().items()}
-        return policy_digest(rounded | {name: tensor.detach() for name, tensor in self.trainable.items()})
+        bf16_weights = {name: weight.bfloat16() for name, weight in self._whole().items()}
+        return policy_digest(bf16_weights | {name: tensor.detach() for name, tensor in self.trainable.items()})
 
     def describe(self) -> dict[str, object]:
         return self._adapters.describe(self._frozen)
 
     def _whole(self) -> dict[str, Tensor]:
-        if not self._merged:
-            self._merged = {
+        if not self._policy_weights:
+            self._policy_weights = {
                 name: self._adapters.policy_weight(name, frozen, slice(None)) for name, frozen in self._frozen.items()
             }
-        return self._merged
+        return self._policy_weights
 
-    def _with_gradients(self, name: str, merged: Tensor) -> Tensor:
+    def _with_gradients(self, name: str, weight: Tensor) -> Tensor:
         pair = self._adapters.of(name)
-        return merged if pair is None else with_gradients(merged, *pair, self._adapters.factor)
+        return weight if pair is None else with_gradients(weight, *pair, self._adapters.factor)
 
 
 LearntWeights = FullWeights | AdaptedWeights

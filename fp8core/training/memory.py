@@ -65,8 +65,8 @@ class Parallel:
 
 
 def state_of(config: RunConfig, arch: Architecture, gpus: int, form: MomentFormat) -> tuple[Need, Need]:
-    owned = math.ceil(count_parameters(arch).total / gpus)
-    return Need(MASTER_WEIGHTS, owned * FP32_BYTES, "FP32"), _moments(config, parameter_shapes(arch), gpus, form)
+    own = math.ceil(count_parameters(arch).total / gpus)
+    return Need(MASTER_WEIGHTS, own * FP32_BYTES, "FP32"), _moments(config, parameter_shapes(arch), gpus, form)
 
 
 def _moments(config: RunConfig, shapes: Shapes, gpus: int, form: MomentFormat, of: str = "") -> Need:
@@ -95,12 +95,12 @@ def gradients(config: RunConfig, arch: Architecture, note: str) -> Need:
     shapes = parameter_shapes(arch)
     if lora is None:
         return Need("gradients", count(shapes) * FP32_BYTES, note)
-    fused: dict[tuple[int | None, str], int] = {}
+    bytes_by_stack: dict[tuple[int | None, str], int] = {}
     for name, shape in shapes.items():
         if is_linear(name):
             key = layer_of(name), fused_linear(name)
-            fused[key] = fused.get(key, 0) + math.prod(shape)
-    elements = max(fused.values()) + count(adapter_shapes(shapes, lora))
+            bytes_by_stack[key] = bytes_by_stack.get(key, 0) + math.prod(shape)
+    elements = max(bytes_by_stack.values()) + count(adapter_shapes(shapes, lora))
     return Need("gradients", elements * FP32_BYTES, "FP32, of adapters and of one linear at a time")
 
 

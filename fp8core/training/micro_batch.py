@@ -22,8 +22,8 @@ from fp8core.training.trainer import (
     PolicyTrainer,
     ScoredBatch,
     TrainReport,
+    align_left,
     first_differing,
-    left_aligned,
     minibatches,
 )
 
@@ -39,19 +39,19 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def __init__(self, training: TrainingConfig, objective: Objective, ranks: Ranks) -> None:
         super().__init__(training, objective)
         self._ranks = ranks
-        self._exported: int | None = None
+        self._export_version: int | None = None
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         return self._scored_under(self._inference_weights(), batch, temperature, scales)
 
     def export(self) -> ShippedTensors:
-        self._exported = self.version
+        self._export_version = self.version
         return self._to_ship()
 
     def keep(self, shipped: EngineWeights) -> RankWeights:
-        assert self._exported == self.version, "the trainer holds another policy than the exported one"
-        own = self._unlike_shipped()
+        assert self._export_version == self.version, "the trainer holds another policy than the exported one"
+        own = self._other_weights()
         return RankWeights({name: shipped[name] for name in shipped.keys()} if own is None else own, self._ranks)  # noqa: SIM118
 
     def forget(self, policy: RankWeights) -> None:
@@ -60,9 +60,9 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     @torch.no_grad()
     def logprobs_of(self, policy: RankWeights, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         try:
-            return self._scored_under(self._shipped_weights(policy.whole()), batch, temperature, scales)
+            return self._scored_under(self._engine_weights(policy.whole()), batch, temperature, scales)
         finally:
-            self._drop_shipped()
+            self._drop_engine_weights()
 
     def _scored_under(self, weights: Weights, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         statistics = self._no_statistics()
@@ -71,7 +71,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             self._ranks, slices, lambda each: self._score(weights, each[1], temperature, scales, statistics)
         )
         self._ranks.combine_counts(statistics.combine)
-        return ScoredBatch(*_padded(batch, slices, scores), statistics)
+        return ScoredBatch(*_pad_scores(batch, slices, scores), statistics)
 
     def scored_step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> tuple[TrainReport, ScoredBatch]:
         """As `step`; the forwards of its updates also score every row and collect the statistics of Q, K and V.
@@ -93,7 +93,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             corrected, correction = self._objective.corrected(replace(batch, old_logprobs=scored.logprobs))
         elif batch.stale_mask is not None:
             _, correction = self._objective.corrected(replace(batch, old_logprobs=scored.logprobs))
-        return self._reported(batch, corrected, correction, reports), scored
+        return self._report(batch, corrected, correction, reports), scored
 
     def _scored_updates(
         self,
@@ -110,9 +110,9 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         for update, rows in enumerate(updates):
             part = corrected.rows(rows)
             with self._guarded():
-                totals, own = self._accumulate_scored(part, temperature, scales, statistics)
+                totals, own = self._accumulate_with_scores(part, temperature, scales, statistics)
                 slices = list(self._slices(part.sequences))
-                scores = _padded(part.sequences, slices, self._ranks.joined(own))
+                scores = _pad_scores(part.sequences, slices, self._ranks.joined(own))
                 if update == 0:
                     self._check_agreement(
                         batch, {row: scores[0][row] for row in batch.audited if row < rows.stop}, passed
@@ -121,7 +121,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             reports.append(totals)
             scores_by_update.append(scores)
         self._ranks.combine_counts(statistics.combine)
-        logprobs, entropy = (_concatenated(parts) for parts in zip(*scores_by_update, strict=True))
+        logprobs, entropy = (_concatenate(parts) for parts in zip(*scores_by_update, strict=True))
         return reports, ScoredBatch(logprobs, entropy, statistics)
 
     def _pass_scores(self, batch: RolloutBatch, first: int, temperature: float, scales: Scales) -> dict[int, Tensor]:
@@ -150,7 +150,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
                 stale = (batch.policy_mask & batch.stale_mask)[row, columns]
                 difference = first_differing(passed[row][columns], ours[columns], stale, "a pass")
             if difference:
-                raise LogprobError(self._not_applied(f"{batch.audited[row]}, {difference}"))
+                raise LogprobError(self._update_problem(f"{batch.audited[row]}, {difference}"))
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         with self._guarded():
@@ -180,14 +180,14 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _to_ship(self) -> ShippedTensors: ...
 
     @abstractmethod
-    def _unlike_shipped(self) -> Mapping[str, Tensor] | None:
+    def _other_weights(self) -> Mapping[str, Tensor] | None:
         """The policy stored as the passes read it, where the engine's weights have other formats; else None."""
 
     @abstractmethod
-    def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> Weights:
+    def _engine_weights(self, shipped: Mapping[str, Tensor]) -> Weights:
         """Those of a policy that was kept, for a pass without gradients, until `_drop_shipped`."""
 
-    def _drop_shipped(self) -> None: ...
+    def _drop_engine_weights(self) -> None: ...
 
     @abstractmethod
     def _training_weights(self) -> Weights:
@@ -207,9 +207,9 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _no_statistics(self) -> KvStatistics: ...
 
     def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
-        return self._accumulate_scored(batch, temperature, scales, None)[0]
+        return self._accumulate_with_scores(batch, temperature, scales, None)[0]
 
-    def _accumulate_scored(
+    def _accumulate_with_scores(
         self, batch: RolloutBatch, temperature: float, scales: Scales, statistics: KvStatistics | None
     ) -> tuple[dict[str, float], list[Scores]]:
         """The scores are those of this process's parts."""
@@ -222,20 +222,20 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             rows, part = rows_and_part
             scored = self._score(weights, part, temperature, scales, statistics)
             own.append((scored[0].detach(), scored[1].detach()))
-            mask = left_aligned(part.response_mask, batch.loss_mask.shape[1])
+            mask = align_left(part.response_mask, batch.loss_mask.shape[1])
             current, entropy = (torch.zeros(mask.shape).masked_scatter(mask, values) for values in scored)
             terms = self._objective(current, batch.rows(rows), denominator, entropy)
-            measured = terms.statistics()
-            if not math.isfinite(measured["loss"]):
-                raise self._not_finite(f"the loss is {measured['loss']}")
+            part_statistics = terms.statistics()
+            if not math.isfinite(part_statistics["loss"]):
+                raise self._not_finite(f"the loss is {part_statistics['loss']}")
             self._backward(terms.loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
-            return measured
+            return part_statistics
 
         statistics_by_part = shared_out(self._ranks, slices, learn, self._end_parts)
         self._finish_gradients()
         totals: dict[str, float] = {}
-        for measured in statistics_by_part:
-            totals = merge_totals(totals, measured)
+        for part_statistics in statistics_by_part:
+            totals = merge_totals(totals, part_statistics)
         return totals, own
 
     def _end_parts(self, parts: int) -> None:
@@ -250,7 +250,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         torch.autograd.backward(loss, retain_graph=not last)
 
 
-def _padded(
+def _pad_scores(
     batch: TokenBatch, slices: Sequence[tuple[slice, TokenBatch]], scores: Sequence[Scores]
 ) -> tuple[Tensor, Tensor]:
     """FP32 [B, C] of each, NaN on padding."""
@@ -258,12 +258,12 @@ def _padded(
     logprobs = torch.full(shape, torch.nan)
     entropy = torch.full(shape, torch.nan)
     for (rows, part), scored in zip(slices, scores, strict=True):
-        mask = left_aligned(part.response_mask, shape[1])
+        mask = align_left(part.response_mask, shape[1])
         logprobs[rows] = logprobs[rows].masked_scatter(mask, scored[0])
         entropy[rows] = entropy[rows].masked_scatter(mask, scored[1])
     return logprobs, entropy
 
 
-def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
     columns = max(part.shape[1] for part in parts)
     return torch.cat([F.pad(part, (0, columns - part.shape[1]), value=torch.nan) for part in parts])

@@ -9,20 +9,20 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fp8core.numerics.packed import PackedSequences, copied
+from fp8core.numerics.packed import PackedSequences, copy_to
 from fp8core.rl.batch import TokenBatch
 
 
 def row_groups(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[slice]:
     """Consecutive rows of at most so many tokens together; a longer row is alone."""
     start = 0
-    filled = 0
+    tokens = 0
     for row, length in enumerate(lengths):
-        if row > start and filled + length > micro_batch_tokens:
+        if row > start and tokens + length > micro_batch_tokens:
             yield slice(start, row)
             start = row
-            filled = 0
-        filled += length
+            tokens = 0
+        tokens += length
     if lengths:
         yield slice(start, len(lengths))
 
@@ -68,16 +68,16 @@ class Pack:
         valid = batch.valid[rows]
 
         def laid_out(values: Tensor, padding: int) -> Tensor:
-            packed = values.new_full((sequences.tokens, *values.shape[2:]), padding)
-            packed[sequences.valid] = values[rows][valid]
-            return packed
+            row = values.new_full((sequences.tokens, *values.shape[2:]), padding)
+            row[sequences.valid] = values[rows][valid]
+            return row
 
         target_positions = laid_out(batch.response_mask, False).nonzero().squeeze(-1)
         experts = None if batch.experts is None else laid_out(batch.experts, -1)
         return cls(rows, sequences, laid_out(batch.tokens, 0), target_positions, experts)
 
     def to(self, device: torch.device) -> "Pack":
-        tokens, target_positions = (copied(part, device) for part in (self.tokens, self.target_positions))
+        tokens, target_positions = (copy_to(part, device) for part in (self.tokens, self.target_positions))
         experts = None if self.experts is None else self.experts.to(device)
         return replace(self, tokens=tokens, target_positions=target_positions, experts=experts)
 

@@ -97,7 +97,7 @@ def _without_errors(results: Iterable[Result | Exception]) -> list[Result]:
 _PIECE_BYTES = 256 << 20
 
 
-def aligned(size: int) -> int:
+def align(size: int) -> int:
     """A view of bytes begins at a multiple of its elements."""
     return round_up(size, 16)
 
@@ -114,7 +114,7 @@ class RankWeights:
         for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):
             least = min(range(ranks.count), key=self._sizes.__getitem__)
             self._places[name] = least, self._sizes[least]
-            self._sizes[least] += aligned(tensors[name].nbytes)
+            self._sizes[least] += align(tensors[name].nbytes)
         on_gpu = self._device.type == "cuda"
         size = self._sizes[ranks.rank]
         # A GPU copies to and from pinned memory at the speed of its bus, and torch uses it again.

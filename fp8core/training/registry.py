@@ -52,7 +52,7 @@ class TrainerEntry:
     """
 
     name: str
-    chosen: Callable[["TrainingConfig"], bool]
+    is_chosen: Callable[["TrainingConfig"], bool]
     build: Callable[["RunConfig", "Architecture", "Mapping[str, Tensor]", "Ranks"], "LocalTrainer"]
     arithmetic: Arithmetic
     scores_updates: bool
@@ -81,7 +81,7 @@ def trainers() -> tuple[TrainerEntry, ...]:
 
 
 def trainer_of(training: "TrainingConfig") -> TrainerEntry:
-    return next(entry for entry in reversed(trainers()) if entry.chosen(training))
+    return next(entry for entry in reversed(trainers()) if entry.is_chosen(training))
 
 
 def packages_of(config: "RunConfig") -> tuple[str, ...]:

@@ -65,8 +65,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def check_shapes(path: Path, stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    _compare(path, *({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (stored, expected)))
+def check_shapes(path: Path, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    _compare(path, *({name: tuple(tensor.shape) for name, tensor in actual.items()} for actual in (actual, expected)))
 
 
 def header_of(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
@@ -114,17 +114,17 @@ def check_weights(folder: Path, weights_digest: str) -> None:
     if state.base is not None:
         prints = {name: ("bfloat16", each.spec.shape, fingerprint(each.whole())) for name, each in policy.items()}
     other: str | None = None
-    for name, stored in masters.items():
-        master = stored.whole()
-        prints[name] = ("float32", stored.spec.shape, fingerprint(master))
+    for name, tensor in masters.items():
+        master = tensor.whole()
+        prints[name] = ("float32", tensor.spec.shape, fingerprint(master))
         if state.base is not None:
             continue
-        rounded = master.bfloat16().view(torch.int16)
-        if name not in policy or not torch.equal(rounded, policy[name].whole().view(torch.int16)):
+        bits = master.bfloat16().view(torch.int16)
+        if name not in policy or not torch.equal(bits, policy[name].whole().view(torch.int16)):
             other = other or name
-    if (made := digest_of(prints)) != weights_digest:
+    if (digest := digest_of(prints)) != weights_digest:
         raise StoredFileError(
-            f"{folder / MASTERS}: its weights have the digest {made}, those of the step have {weights_digest}"
+            f"{folder / MASTERS}: its weights have the digest {digest}, those of the step have {weights_digest}"
         )
     if other is not None:
         raise StoredFileError(f"{folder / POLICY}: tensor {other}: is not what {MASTERS} has, in BF16")

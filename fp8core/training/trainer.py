@@ -25,7 +25,7 @@ from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.update_gain import UpdateGain
 
-_AVERAGED = (
+_MEAN_METRICS = (
     Metric("train/loss", "means little alone"),
     Metric(
         "train/grad_norm",
@@ -54,7 +54,7 @@ _AVERAGED = (
 )
 """Means over the updates."""
 _FIRST = "of the first update, whose training forward should give the old log-probs"
-RATIO_BIAS, RATIO_DEVIATION, RATIO_CLIPPED = (
+RATIO_BIAS, RATIO_DEVIATION, CLIP_FRACTION = (
     Metric(f"train/first_{name}", _FIRST, better="lower", ideal=0.0)
     for name in ("ratio_bias", "ratio_deviation", "clip_fraction")
 )
@@ -67,9 +67,9 @@ MASK_DIFFERING = Metric(
     better="lower",
     ideal=0.0,
 )
-_FIRST_UPDATE = (RATIO_BIAS, RATIO_DEVIATION, RATIO_CLIPPED, REWARD_SLOPE)
+_FIRST_UPDATE = (RATIO_BIAS, RATIO_DEVIATION, CLIP_FRACTION, REWARD_SLOPE)
 METRICS = (
-    *_AVERAGED,
+    *_MEAN_METRICS,
     Metric(
         "train/update_gain",
         "[share of the intended change](#what-arrives-of-an-update) that the shipped policy has. *Below 0.3 after 15 "
@@ -189,13 +189,13 @@ class ScoringTrainer(Protocol):
         self, batch: RolloutBatch, temperature: float, scales: Scales
     ) -> tuple[TrainReport, ScoredBatch]: ...
 
-    def keep(self, shipped: EngineWeights) -> Any:
+    def keep(self, engine_weights: EngineWeights) -> Any:
         """The policy that `export` gave last, in main memory, for `logprobs_of`; an engine has not taken it yet."""
         ...
 
-    def forget(self, kept: Any) -> None: ...
+    def forget(self, policy: Any) -> None: ...
 
-    def logprobs_of(self, kept: Any, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch: ...
+    def logprobs_of(self, policy: Any, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch: ...
 
 
 class SftTrainer(Protocol):
@@ -232,16 +232,16 @@ class PolicyTrainer(ABC):
                 minibatches(corrected.loss_mask, corrected.row_mask, self._config.minibatches)
             )
         ]
-        return self._reported(batch, corrected, correction, reports)
+        return self._report(batch, corrected, correction, reports)
 
-    def _reported(
+    def _report(
         self,
         batch: RolloutBatch,
         corrected: RolloutBatch,
         correction: dict[str, float],
         reports: Sequence[Mapping[str, float]],
     ) -> TrainReport:
-        expected_mask = left_aligned(batch.sequences.response_mask, batch.policy_mask.shape[1])
+        expected_mask = align_left(batch.sequences.response_mask, batch.policy_mask.shape[1])
         if batch.observation_mask is not None:
             expected_mask = expected_mask & ~batch.observation_mask
         first = reports[0] if reports else {metric.key.removeprefix("first_"): 0.0 for metric in _FIRST_UPDATE}
@@ -261,7 +261,7 @@ class PolicyTrainer(ABC):
             first_reward_slope=None if batch.centred_rewards is None else first["reward_slope"],
             mask_differing=int((batch.policy_mask != expected_mask).sum()),
             update_gain=None if self._gain is None else self._gain.measured(),
-            **{m.key: sum(report[m.key] for report in reports) / max(len(reports), 1) for m in _AVERAGED},
+            **{m.key: sum(report[m.key] for report in reports) / max(len(reports), 1) for m in _MEAN_METRICS},
         )
 
     @abstractmethod
@@ -304,9 +304,9 @@ class PolicyTrainer(ABC):
             return config.learning_rate * min(1.0, update / peak)
         assert schedule.over_steps is not None, "RunConfig sets it"
         place = self.version * config.minibatches + of_step
-        done = min(1.0, (place - peak) / (schedule.over_steps * config.minibatches - peak + 1))
-        left = 1 - done if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return config.learning_rate * (schedule.final_share + (1 - schedule.final_share) * left)
+        progress = min(1.0, (place - peak) / (schedule.over_steps * config.minibatches - peak + 1))
+        factor = 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return config.learning_rate * (schedule.final_share + (1 - schedule.final_share) * factor)
 
     def _update(self, batch: RolloutBatch, update: int, temperature: float, scales: Scales) -> dict[str, float]:
         with self._guarded():
@@ -331,9 +331,9 @@ class PolicyTrainer(ABC):
             self._drop_gradients()
 
     def _not_finite(self, problem: str) -> NotFiniteError:
-        return NotFiniteError(self._not_applied(problem))
+        return NotFiniteError(self._update_problem(problem))
 
-    def _not_applied(self, problem: str) -> str:
+    def _update_problem(self, problem: str) -> str:
         return f"update {self._updates} of policy {self.version}: {problem}; the update was not applied"
 
 
@@ -361,6 +361,6 @@ def minibatches(loss_mask: Tensor, row_mask: Tensor, count: int) -> list[slice]:
     return [slice(*pair) for pair in pairwise([0, *firsts[1:], len(loss_mask)])] if active else []
 
 
-def left_aligned(response_mask: Tensor, columns: int) -> Tensor:
+def align_left(response_mask: Tensor, columns: int) -> Tensor:
     """bool [B, columns]: as many leading True values in a row as it has tokens in the mask."""
     return torch.arange(columns) < response_mask.sum(-1, keepdim=True)

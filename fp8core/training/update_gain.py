@@ -53,17 +53,17 @@ class UpdateGain:
         read: Callable[[Sequence[Tile]], Iterable[Tensor]],
         form: Callable[[str], LinearFormat],
         grouping: Grouping,
-        joined: Callable[[list[Sums]], list[Sums]],
+        join: Callable[[list[Sums]], list[Sums]],
     ) -> None:
-        """`read`: tiles, FP32, of the policy at the time of the call. `form`: what a weight is shipped in. `joined`:
+        """`read`: tiles, FP32, of the policy at the time of the call. `form`: what a weight is shipped in. `join`:
         the sums of all processes, from those of this one."""
         self._read = read
         self._grouping = grouping
-        self._joined = joined
+        self._join = join
         # Those of one format behind one another.
         self._tiles = sorted(tiles, key=lambda tile: form(tile.name))
         self._forms = [form(tile.name) for tile in self._tiles]
-        self._start = self._stacked(self._tiles)
+        self._start = self._stack(self._tiles)
 
     @torch.no_grad()
     def measured(self) -> float | None:
@@ -72,21 +72,21 @@ class UpdateGain:
         for first in range(0, len(self._tiles), _CHUNK):
             part = slice(first, first + _CHUNK)
             before = self._start[part]
-            now = self._stacked(self._tiles[part])
-            intended = now.double() - before.double()
-            arrived = self._shipped(now, self._forms[part]) - self._shipped(before, self._forms[part])
-            sums = [(each * intended).sum(-1).sum(-1).tolist() for each in (arrived, intended)]
+            now = self._stack(self._tiles[part])
+            change = now.double() - before.double()
+            engine_change = self._engine_values(now, self._forms[part]) - self._engine_values(before, self._forms[part])
+            sums = [(each * change).sum(-1).sum(-1).tolist() for each in (engine_change, change)]
             own += zip(*sums, strict=True)
-        totals = self._joined(own)
-        whole = math.fsum(intended for _, intended in totals)
-        return math.fsum(arrived for arrived, _ in totals) / whole if whole else None
+        totals = self._join(own)
+        whole = math.fsum(change for _, change in totals)
+        return math.fsum(engine_change for engine_change, _ in totals) / whole if whole else None
 
-    def _stacked(self, tiles: Sequence[Tile]) -> Tensor:
+    def _stack(self, tiles: Sequence[Tile]) -> Tensor:
         """FP32 [tiles, 128, 128], zero beyond an edge."""
         whole = [pad(each.detach(), (0, TILE - each.shape[1], 0, TILE - each.shape[0])) for each in self._read(tiles)]
         return torch.stack(whole) if whole else torch.empty(0, TILE, TILE)
 
-    def _shipped(self, tiles: Tensor, forms: Sequence[LinearFormat]) -> Tensor:
+    def _engine_values(self, tiles: Tensor, forms: Sequence[LinearFormat]) -> Tensor:
         values = tiles.double()
         for form in dict.fromkeys(forms):
             part = slice(forms.index(form), forms.index(form) + forms.count(form))

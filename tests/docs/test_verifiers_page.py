@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from fp8core.config.reward import RewardConfig
-from fp8core.rewards.verifier import Answer, build_verifier
+from fp8core.rewards.verifier import ScoreRequest, build_verifier
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "".join((DOCS / part / "verifiers.md").read_text() for part in ("guides", "reference"))
@@ -26,7 +26,7 @@ def test_the_example_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     said = (row["answer"], "x = 36\n#### 35", "x = 36")
     pool = build_verifier(RewardConfig(**settings, workers=1))
     try:
-        verdicts = pool.verify([Answer(row["question"], text, row["answer"], "stop") for text in said])
+        verdicts = pool.verify([ScoreRequest(row["question"], text, row["answer"], "stop") for text in said])
     finally:
         pool.close()
     assert [verdict.outcome for verdict in verdicts] == ["right", "wrong", "unparsed"]

@@ -26,7 +26,7 @@ def sometimes(run, index, options, prompts, rollouts):
         raise ConnectionError(f"the judge does not answer {said}\\nfor reasons of its own {said}")
     return ours.reward(run, index, options, prompts, rollouts)
 """
-FOUR = "prompt, completion, reference, finish"
+FOUR = "prompt, completion, answer, finish"
 MISTAKES = {
     "no-tokenizer": (lambda model, data: (model / "tokenizer.json").unlink(), {}, "model/tokenizer.json: no such file"),
     "no-answer": (

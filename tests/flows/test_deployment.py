@@ -132,7 +132,7 @@ def test_a_deployed_run_completes_with_a_verifier_of_the_users_own(
 ) -> None:
     """Whose process finds Python's own modules: no folder of ours is on its path. The password is in no log."""
     verifier = tmp_path / "mine.py"
-    verifier.write_text("def score(prompt, completion, reference, finish):\n    return len(completion) % 2 == 0\n")
+    verifier.write_text("def score(prompt, completion, answer, finish):\n    return len(completion) % 2 == 0\n")
     done = deploy(environment, up, "deployed", 2, "--watch", **{"reward.verifier": f"{verifier}:score"})
     summary = json.loads((done.folder / "summary.json").read_text())
     assert (summary["steps"], summary["tmpe_max"]) == (2, 1.0)

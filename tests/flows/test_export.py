@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from flows.cli import main
 from fp8core.models.checkpoint import find_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.quantised_checkpoint import write_quantised
+from fp8core.models.quantised_checkpoint import write_fp8_checkpoint
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.recipe import POW2
 
@@ -89,7 +89,7 @@ def test_block_fp8_is_what_the_library_writes_and_others_read(wide, export, tmp_
     assert code == 0
     assert printed.startswith(f"{tmp_path / 'fp8'}: the policy after step 1 of wide in fp8\n")
     policy = wide.folder / "checkpoints" / "00001" / "policy"
-    write_quantised(policy, tmp_path / "same", POW2.weights)
+    write_fp8_checkpoint(policy, tmp_path / "same", POW2.weights)
     for path in (tmp_path / "same").iterdir():
         assert (tmp_path / "fp8" / path.name).read_bytes() == path.read_bytes()
     assert origin(tmp_path / "fp8")["format"] == "fp8"

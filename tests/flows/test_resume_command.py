@@ -71,9 +71,9 @@ def test_a_moved_run_is_extended_in_its_mlflow_run(
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["weights_digest"] == whole_run.ledger.steps()[3].weights_digest, "that of a run never continued"
     assert summary["mlflow_run_id"] == begun.mlflow_run().info.run_id
-    head = f"3:{record_digest(StepManifest.model_validate_json((moved / 'manifests/00003.json').read_bytes()))}"
-    assert summary["chain_head"] == begun.mlflow_run().data.tags["chain_head"] == head
-    assert f"  chain      {head}\n" in out
+    tip = f"3:{record_digest(StepManifest.model_validate_json((moved / 'manifests/00003.json').read_bytes()))}"
+    assert summary["chain_tip"] == begun.mlflow_run().data.tags["chain_tip"] == tip
+    assert f"  chain      {tip}\n" in out
     assert [path.name for path in moved.parent.iterdir()] == ["renamed"], "no second MLflow store"
 
 
@@ -103,7 +103,7 @@ def test_relative_paths_are_those_of_the_folder_it_was_begun_in(
     shutil.copytree(small_checkpoint, home / "model")
     rows = [json.dumps({"question": f"What is {n} and 7?", "answer": f"#### {n + 7}"}) for n in range(24)]
     (home / "rows.jsonl").write_text("\n".join(rows))
-    (home / "judge.py").write_text("def score(prompt, completion, reference, finish):\n    return 1.0\n")
+    (home / "judge.py").write_text("def score(prompt, completion, answer, finish):\n    return 1.0\n")
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=4", "evaluation.prompts=1"]
     own = ["model=model", "data.source=rows.jsonl", "reward.verifier=judge.py:score"]
     settings = [*own, "run=relative", "steps=1", *small]

@@ -7,7 +7,7 @@ import pytest
 
 from fp8core.config.load import load_config, shipped_names
 from fp8core.models.checkpoint import initial_weights, save_checkpoint
-from fp8core.models.hub import PUBLISHED
+from fp8core.models.hub import HUB_ARCHITECTURES
 from fp8core.run.build import build_base
 from fp8core.training.registry import trainer_of
 
@@ -42,9 +42,9 @@ def checkpoint(small_checkpoint, bpe_tokenizer, tmp_path):
     """checkpoint(model): a small one of the published model's family, any small one for a model that is left open."""
 
     def of_family(model):
-        if model not in PUBLISHED:
+        if model not in HUB_ARCHITECTURES:
             return small_checkpoint
-        published = PUBLISHED[model]
+        published = HUB_ARCHITECTURES[model]
         experts = published.experts and replace(published.experts, count=4, per_token=2, intermediate_size=128)
         vocabulary = {"vocab_size": bpe_tokenizer.vocab_size, "max_positions": 512}
         arch = replace(published, **SIZES, **vocabulary, experts=experts)

@@ -14,7 +14,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from waiting import wait_for
 
 from flows import cli
-from flows.termination import TOLD
+from flows.termination import STOP_MESSAGE
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import read_description
@@ -97,7 +97,7 @@ def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workp
     (workplace / "signals").write_text("1")
     code, out, err = command("run", "small.yaml", "--set", "run=once")
     assert code == 128 + signal.SIGTERM
-    assert err == f"{TOLD}fp8-grpo: terminated; fp8-grpo resume once --trust continues the run\n"
+    assert err == f"{STOP_MESSAGE}fp8-grpo: terminated; fp8-grpo resume once --trust continues the run\n"
     assert out.splitlines()[-1] == "stopped after step 2"
     folder = workplace / "runs" / "once"
     ledger = LedgerView.read(folder / LEDGER)
@@ -118,7 +118,7 @@ def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workp
 @pytest.mark.parametrize(
     ("name", "uses", "code", "told"),
     [
-        ("twice", REWARD, 128 + signal.SIGTERM, f"{TOLD}fp8-grpo: terminated"),
+        ("twice", REWARD, 128 + signal.SIGTERM, f"{STOP_MESSAGE}fp8-grpo: terminated"),
         ("ctrl-c", "stopping_steps:interrupts", 128 + signal.SIGINT, "fp8-grpo: interrupted"),
     ],
 )

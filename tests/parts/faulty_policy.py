@@ -20,11 +20,11 @@ class FaultyPolicy(WorkerPolicy):
 
     def write(self, received: SharedWeights) -> list[str]:
         """Write, then damage what a sender, a copy or a kernel could have damaged."""
-        before = {name: tensor.detach().clone() for name, tensor in self._named().items()}
+        before = {name: tensor.detach().clone() for name, tensor in self._parameters_by_name().items()}
         written = super().write(received)
         damage = getattr(self, f"_{self.fault}", None)
         if damage is not None:
-            damage({name: tensor.data for name, tensor in self._named().items()}, before)
+            damage({name: tensor.data for name, tensor in self._parameters_by_name().items()}, before)
         return written
 
     def end(self, version: int) -> None:
@@ -50,7 +50,7 @@ class FaultyPolicy(WorkerPolicy):
 
     def addresses(self) -> dict[str, int]:
         """Where every parameter lies."""
-        return {name: tensor.data_ptr() for name, tensor in self._named().items()}
+        return {name: tensor.data_ptr() for name, tensor in self._parameters_by_name().items()}
 
     def _skipped_tensor(self, now: dict[str, Any], before: dict[str, Any]) -> None:
         name = "model.layers.1.self_attn.q_norm.weight"

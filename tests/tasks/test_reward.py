@@ -12,7 +12,7 @@ from fp8core.store.ledger import stored_metrics
 FUNCTION = """
 import zlib
 
-def score(prompt, completion, reference, finish, unit=1.0):
+def score(prompt, completion, answer, finish, unit=1.0):
     kind = zlib.crc32(f"{prompt}{completion}".encode()) % 3
     if kind == 0:
         raise ValueError(f"no good: {completion}")

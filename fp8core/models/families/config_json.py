@@ -35,15 +35,15 @@ _LLAMA3_ROPE = {
     "original_max_positions": "original_max_position_embeddings",
 }
 # Numbers that no default of transformers may stand in for.
-_NEEDED = (
+_REQUIRED_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "rms_norm_eps"),
 )
 
 
-def _refused(where: str, key: str, value: object, supported: str) -> UserError:
-    shown = "nothing" if value is None else json.dumps(value, default=str)[:200]
-    return UserError(f"{where}: {key}: found {shown}; {supported}")
+def _error(where: str, key: str, value: object, supported: str) -> UserError:
+    text = "nothing" if value is None else json.dumps(value, default=str)[:200]
+    return UserError(f"{where}: {key}: found {text}; {supported}")
 
 
 def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
@@ -51,19 +51,19 @@ def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
     Raises UserError: another architecture, or a feature that the decoder lacks, by the file and the key."""
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in _CLASSES:
-        raise _refused(where, "architectures", names, f"supported: one of {', '.join(_CLASSES)}")
+        raise _error(where, "architectures", names, f"supported: one of {', '.join(_CLASSES)}")
     family = _CLASSES[names[0]]
     if config.get("model_type") not in (None, family.name):
-        raise _refused(where, "model_type", config["model_type"], f"supported: {family.name}, for {names[0]}")
-    for key in _NEEDED:
+        raise _error(where, "model_type", config["model_type"], f"supported: {family.name}, for {names[0]}")
+    for key in _REQUIRED_KEYS:
         size = config.get(key)
         if not isinstance(size, int | float) or isinstance(size, bool) or size <= 0:
-            raise _refused(where, key, size, "expected a positive number")
+            raise _error(where, key, size, "expected a positive number")
     if config.get("quantization_config") is not None:
-        raise _refused(where, "quantization_config", config["quantization_config"], "take the checkpoint in BF16")
+        raise _error(where, "quantization_config", config["quantization_config"], "take the checkpoint in BF16")
     hf = _read(config, family, where)
-    for finding in (*_unsupported(hf, family), *family.unsupported(hf)):
-        raise _refused(where, *finding)
+    for finding in (*_unsupported_keys(hf, family), *family.unsupported(hf)):
+        raise _error(where, *finding)
     theta, scaling = _rope(hf, where)
     sizes: dict[str, Any] = {field: getattr(hf, key) for field, key in _SIZES.items()}
     return Architecture(
@@ -81,9 +81,9 @@ def _read(config: Mapping[str, Any], family: Family, where: str) -> Any:
     from transformers.utils.logging import set_verbosity_error
 
     set_verbosity_error()  # type: ignore[no-untyped-call]  # What it would say of a file is an error here.
-    known = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
+    fields = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     try:
-        return AutoConfig.for_model(family.name, **known)
+        return AutoConfig.for_model(family.name, **fields)
     except Exception as error:  # the library raises nothing more specific
         raise UserError(f"{where}: transformers cannot read it: {' '.join(str(error).split())}") from error
 
@@ -94,7 +94,7 @@ def _head_dim(hf: Any) -> int:
     return share if head_dim is None else head_dim
 
 
-def _unsupported(hf: Any, family: Family) -> Iterator[Finding]:
+def _unsupported_keys(hf: Any, family: Family) -> Iterator[Finding]:
     heads = hf.num_attention_heads
     kv_heads = hf.num_key_value_heads
     head_dim = _head_dim(hf)
@@ -119,11 +119,11 @@ def _rope(hf: Any, where: str) -> tuple[float, RopeScaling | None]:
     kind = parameters.get("rope_type")
     share = parameters.get("partial_rotary_factor", 1.0)
     if share != 1:
-        raise _refused(where, "partial_rotary_factor", share, "supported: 1")
+        raise _error(where, "partial_rotary_factor", share, "supported: 1")
     if kind == "default":
         return parameters["rope_theta"], None
     if kind != "llama3":
-        raise _refused(where, "rope_type", kind, 'supported: "default" and "llama3", for all layers alike')
+        raise _error(where, "rope_type", kind, 'supported: "default" and "llama3", for all layers alike')
     return parameters["rope_theta"], RopeScaling(**{field: parameters[key] for field, key in _LLAMA3_ROPE.items()})
 
 
@@ -159,5 +159,5 @@ def architecture_to_hf(
 
 
 def one_or_list(ids: Collection[int]) -> int | list[int]:
-    ordered = sorted(ids)
-    return ordered[0] if len(ordered) == 1 else ordered
+    sorted_ids = sorted(ids)
+    return sorted_ids[0] if len(sorted_ids) == 1 else sorted_ids

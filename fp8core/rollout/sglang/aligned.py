@@ -20,7 +20,7 @@ from fp8core.numerics.logprobs import token_statistics
 from fp8core.rollout.aligned import AlignedDecoder, decoder_of
 from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.attention import ScaledAttention
-from fp8core.rollout.sglang.sampler import TARGET, TEMPERATURE, SeededSampler, drawn
+from fp8core.rollout.sglang.sampler import TARGET, TEMPERATURE, SeededSampler, draw_tokens
 from fp8core.rollout.sglang.settings import BEYOND
 
 
@@ -38,7 +38,7 @@ class AlignedAttention(ScaledAttention):
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        query, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
+        query, _ = self._codes(q, k, v, layer, forward_batch, save_kv_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decode(query, layer, out)
         return out
@@ -46,7 +46,7 @@ class AlignedAttention(ScaledAttention):
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        query, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
+        query, _ = self._codes(q, k, v, layer, forward_batch, save_kv_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decode(query, layer, out)
         keys, values = internals.pages(self.token_to_kv_pool, layer, self.page_size)
@@ -73,10 +73,10 @@ class AlignedAttention(ScaledAttention):
         if self._step is not self.forward_metadata:
             spans = list[Span]()
             row = 0
-            for tokens, cached in zip(
+            for tokens, cache_length in zip(
                 forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu, strict=True
             ):
-                spans.append(Span(row, tokens if tokens > 1 else 0, cached + tokens))
+                spans.append(Span(row, tokens if tokens > 1 else 0, cache_length + tokens))
                 row += tokens
             self._prompts = batches(spans, _group(layer), self._longest, forward_batch.seq_lens.device)
             self._step = self.forward_metadata
@@ -111,12 +111,12 @@ class AlignedSampler(SeededSampler):
             return tokens
         (temperature,) = {each[TEMPERATURE] for each in parameters}
         logits = logits.float()
-        tokens = logits.argmax(-1) if temperature == 0 else drawn(logits, sampling_info, positions)[0]
+        tokens = logits.argmax(-1) if temperature == 0 else draw_tokens(logits, sampling_info, positions)[0]
         logits_output.next_token_logprobs, _ = token_statistics(logits, tokens, temperature or 1.0)
         if any(TARGET in each for each in parameters):
             targets = [each.get(TARGET, 0) for each in parameters]
-            given, _ = token_statistics(logits, torch.tensor(targets, device=logits.device), temperature or 1.0)
-            logits_output.next_token_token_ids_logprobs_val = list(given[:, None])
+            logprobs, _ = token_statistics(logits, torch.tensor(targets, device=logits.device), temperature or 1.0)
+            logits_output.next_token_token_ids_logprobs_val = list(logprobs[:, None])
             logits_output.next_token_token_ids_logprobs_idx = [[target] for target in targets]
         return tokens.int()
 

@@ -24,30 +24,30 @@ class ScaledAttention(FlashAttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        self._scaled = runner.kv_cache_dtype == torch.float8_e4m3fn
+        self._has_scales = runner.kv_cache_dtype == torch.float8_e4m3fn
         for layer in internals.attention_layers(runner.model):
-            internals.give_scales(layer, runner.device, self._scaled)
+            internals.give_scales(layer, runner.device, self._has_scales)
         internals.hold_backend(runner.model, self)
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        q, save_kv_cache = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
+        q, save_kv_cache = self._codes(q, k, v, layer, forward_batch, save_kv_cache)
         result: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
         return result
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        q, save_kv_cache = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
+        q, save_kv_cache = self._codes(q, k, v, layer, forward_batch, save_kv_cache)
         result: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
         return result
 
-    def _coded(
+    def _codes(
         self, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, forward_batch: Any, save: bool
     ) -> tuple[Tensor, bool]:
         """Q as the products take it, with codes of K and V in the cache; as they came where the cache is BF16."""
-        if not self._scaled:
+        if not self._has_scales:
             return q, save
         of_q, of_k, of_v = internals.scale_buffers(layer)
         if save:

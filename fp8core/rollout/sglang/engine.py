@@ -44,7 +44,7 @@ _STEP_SECONDS = 0.01
 _LAST = memoryview(b"")
 _DROPPED_BYTES = 1 << 20
 _SLEEPING = ["kv_cache", "weights", "cuda_graph"]
-_WOKEN = {"weights": ["weights", "cuda_graph"], "kv_cache": ["kv_cache"]}
+_WAKE_TAGS = {"weights": ["weights", "cuda_graph"], "kv_cache": ["kv_cache"]}
 
 
 class SglangEngine(ResidentEngine):
@@ -70,7 +70,7 @@ class SglangEngine(ResidentEngine):
             json.dumps(model_config(arch, contract, options)), encoding="utf-8"
         )
         arguments = engine_arguments(arch, contract, options, self._folder.name, longest, max_batch, worker)
-        self._closed = False
+        self._is_closed = False
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         # SGLang starts processes of its own, which a daemon may not.
@@ -85,19 +85,19 @@ class SglangEngine(ResidentEngine):
         self._host.answer()
         self._read_parameters()
 
-    def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
+    def _description(self, description: Mapping[str, Any]) -> dict[str, object]:
         return {
             "engine": "sglang",
-            "version": self._build.described,
-            **described_formats(described, self._contract, self._arch.num_layers),
-            "rounding_points": executed_points(described),
+            "version": self._build.label,
+            **described_formats(description, self._contract, self._arch.num_layers),
+            "rounding_points": executed_points(description),
             "graphs": self._graphs,
         }
 
     def close(self) -> None:
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         atexit.unregister(self.close)
         deadline = time.monotonic() + _SHUTDOWN_SECONDS
         self._host.close(deadline)
@@ -114,11 +114,11 @@ class SglangEngine(ResidentEngine):
     def drop_prefixes(self) -> bool:
         return bool(self._host.call("flush_cache"))
 
-    def _find_shares(self, sent: Mapping[str, TensorSpec]) -> list[Share]:
-        return find_shares(sent, {}, self._parameters)
+    def _find_shares(self, specs: Mapping[str, TensorSpec]) -> list[Share]:
+        return find_shares(specs, {}, self._parameters)
 
     def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        self._host.call("resume", _WOKEN[part])
+        self._host.call("resume", _WAKE_TAGS[part])
 
     def _fall_asleep(self) -> None:
         # Only an engine that runs nothing may be paused.

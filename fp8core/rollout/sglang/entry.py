@@ -52,7 +52,7 @@ def contract_refusals(contract: PrecisionContract, options: SglangConfig, build:
     yield from stock_refusals(contract, build)
     if contract.rounding_points != "stepwise":
         yield (
-            f"precision.rounding_points={contract.rounding_points}: {build.described} has kernels of its own for "
+            f"precision.rounding_points={contract.rounding_points}: {build.label} has kernels of its own for "
             "norms, rotary positions and SwiGLU, which round where no points of the contract do; set it to stepwise"
         )
 
@@ -127,7 +127,7 @@ ENGINE = EngineEntry(
     build=_build,
     check=_check,
     check_model=_check_model,
-    requirements=lambda: find_build(this_platform()).described,
+    requirements=lambda: find_build(this_platform()).label,
     environment=_environment,
     memory=_memory,
     gpus=lambda config: config.cluster.engines,

@@ -108,15 +108,15 @@ class Host:
 
     def ask_worker(self, method: str, arguments: tuple[Any, ...]) -> Any:
         self._mailbox.ask(method, arguments)
-        done, message = self._engine.update_weights_from_tensor([], load_format=self._worker, flush_cache=False)
-        assert done, message
+        has_result, message = self._engine.update_weights_from_tensor([], load_format=self._worker, flush_cache=False)
+        assert has_result, message
         return self._mailbox.answered()
 
     def flush_cache(self) -> bool:
-        flushed = self._engine.loop.run_until_complete(
+        result = self._engine.loop.run_until_complete(
             self._engine.tokenizer_manager.flush_cache(timeout_s=_FLUSH_SECONDS)
         )
-        return bool(flushed.success)
+        return bool(result.success)
 
     def release(self, kinds: list[str]) -> None:
         self._engine.release_memory_occupation(kinds)
@@ -135,7 +135,7 @@ class Host:
     async def _session(self) -> None:
         loop = asyncio.get_running_loop()
         running = Running()
-        ended = ProcessExit()
+        process_end = ProcessExit()
         try:
             while True:
                 # The loop does not watch the pipe. SGLang brings uvloop, which would make it non-blocking: what is
@@ -149,18 +149,18 @@ class Host:
                     for number, request in requests[0]:
                         task = loop.create_task(self._one(request))
                         running[task] = number
-                        task.add_done_callback(ended.put_nowait)
-                await self._pass_on(running, ended)
+                        task.add_done_callback(process_end.put_nowait)
+                await self._pass_on(running, process_end)
         finally:
             await self._abort(running)
 
-    async def _pass_on(self, running: Running, ended: ProcessExit) -> None:
+    async def _pass_on(self, running: Running, process_end: ProcessExit) -> None:
         try:
-            tasks = [await asyncio.wait_for(ended.get(), _POLL_SECONDS)]
+            tasks = [await asyncio.wait_for(process_end.get(), _POLL_SECONDS)]
         except TimeoutError:
             return
-        while not ended.empty():
-            tasks.append(ended.get_nowait())
+        while not process_end.empty():
+            tasks.append(process_end.get_nowait())
         for task in tasks:
             self._pipe.send((FINISHED, running.pop(task), task.result()))
 

@@ -36,8 +36,8 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, RadixAttention)]
 
 
-def give_scales(layer: nn.Module, device: Any, scaled: bool) -> None:
-    if scaled:
+def give_scales(layer: nn.Module, device: Any, has_scales: bool) -> None:
+    if has_scales:
         setattr(layer, _SCALES, torch.ones(3, dtype=torch.float32, device=device))
         setattr(layer, _OF_SCORES, torch.ones(1, dtype=torch.float32, device=device))
         setattr(layer, _OF_VALUES, torch.ones(1, dtype=torch.float32, device=device))

@@ -14,7 +14,7 @@ from fp8core.kernels.hopper_gemm import forward_gemm, head_logits
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
 from fp8core.numerics.recipe import RECIPES, TILE, Grouping
-from fp8core.rollout.sglang.settings import REGISTERED
+from fp8core.rollout.sglang.settings import QUANTISATION
 from fp8core.rollout.slots import FUSED
 
 
@@ -61,15 +61,15 @@ class Fp32Head(UnquantizedEmbeddingMethod):
 
 
 class PolicyQuantisation(QuantizationConfig):
-    def __init__(self, unquantised: frozenset[str], groups: Grouping, head: str) -> None:
+    def __init__(self, outer_linears: frozenset[str], groups: Grouping, head: str) -> None:
         super().__init__()
-        self._kept = unquantised
+        self._outer_linears = outer_linears
         self._groups = groups
         self._head = head
 
     @classmethod
     def get_name(cls) -> str:
-        return REGISTERED
+        return QUANTISATION
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -100,7 +100,7 @@ class PolicyQuantisation(QuantizationConfig):
 
     def _keeps(self, prefix: str) -> bool:
         stem, _, module = prefix.rpartition(".")
-        formats = {f"{stem}.{part}" in self._kept for part in FUSED.get(module, (module,))}
+        formats = {f"{stem}.{part}" in self._outer_linears for part in FUSED.get(module, (module,))}
         assert len(formats) == 1, f"{prefix}: its parts differ in format"
         return formats.pop()
 

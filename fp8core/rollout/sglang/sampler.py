@@ -8,7 +8,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
 
 from fp8core.numerics.logprobs import drawn_tokens
-from fp8core.numerics.packed import copied
+from fp8core.numerics.packed import copy_to
 
 SEED = "seed"
 TEMPERATURE = "temperature"
@@ -23,10 +23,10 @@ class BringsSeed(CustomLogitProcessor):
         return logits
 
 
-def drawn(logits: Tensor, sampling_info: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+def draw_tokens(logits: Tensor, sampling_info: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     """int64 [B], and their log-probs, FP32 [B], from FP32 [B, V]."""
     seeds = torch.tensor([parameters[SEED] for parameters in sampling_info.custom_params], dtype=torch.int64)
-    on_device = copied(seeds, logits.device)
+    on_device = copy_to(seeds, logits.device)
     return drawn_tokens(logits, sampling_info.temperatures.flatten(), on_device, positions.long())
 
 
@@ -47,10 +47,10 @@ class SeededSampler(Sampler):
                 logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
             )
             return tokens
-        truncated = sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling
-        assert not truncated, "requests of one kind run together, and of these none is truncated"
+        needs_truncation = sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling
+        assert not needs_truncation, "requests of one kind run together, and of these none is truncated"
         assert not any(top_logprobs_nums), "nobody asks for the most likely ones"
-        tokens, logits_output.next_token_logprobs = drawn(
+        tokens, logits_output.next_token_logprobs = draw_tokens(
             logits_output.next_token_logits.float(), sampling_info, positions
         )
         return tokens.int()

@@ -28,8 +28,8 @@ from fp8core.resources.memory import cache_bytes_per_token
 from fp8core.rollout.aligned import POINTS, aligned_config, is_aligned
 from fp8core.rollout.resident import executed_formats
 
-REGISTERED = "fp8_grpo"
-ALIGNED = "fp8_grpo_aligned"
+QUANTISATION = "fp8_grpo"
+ALIGNED_QUANTISATION = "fp8_grpo_aligned"
 """Names in SGLang: of our quantisation method, attention backend and sampler; of attention and sampler as we train."""
 WORKER = "fp8core.rollout.sglang.worker.answer"
 # FlashAttention 3 with the policy's scales, and ours for all steps.
@@ -44,7 +44,7 @@ _GIB = 1 << 30
 
 def required_environment() -> dict[str, str]:
     """No plugin has this name, so none is loaded."""
-    return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_PLUGINS": REGISTERED}
+    return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_PLUGINS": QUANTISATION}
 
 
 def suggested_environment() -> dict[str, str]:
@@ -74,14 +74,14 @@ def engine_arguments(
 
     `folder`: of a config.json (`model_config`), and of the worker's requests. `worker`: path of `worker.answer`.
     """
-    name = ALIGNED if options.model == "aligned" else REGISTERED
+    name = ALIGNED_QUANTISATION if options.model == "aligned" else QUANTISATION
     return {
         "model_path": folder,
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "dtype": "bfloat16",
         "random_seed": 0,
-        "quantization": REGISTERED,
+        "quantization": QUANTISATION,
         "attention_backend": name,
         "sampling_backend": name,
         # Brings the parameters of requests to the sampler.
@@ -117,18 +117,18 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: Sglan
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[], pad_id=None, dtype="bfloat16")
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     linears = (name for name in parameter_shapes(arch) if is_linear(name))
-    unquantised = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
-    section = block_fp8_section(["lm_head", *unquantised])
-    about = {"quant_method": REGISTERED, "scale_rule": contract.scale_rule, "head": contract.rollout.head}
+    outer_linears = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
+    section = block_fp8_section(["lm_head", *outer_linears])
+    about = {"quant_method": QUANTISATION, "scale_rule": contract.scale_rule, "head": contract.rollout.head}
     # SGLang refuses a context beyond the model's positions.
     positions = {"max_position_embeddings": arch.max_positions + BEYOND}
     settings = {**config, **positions, "quantization_config": {**section, **about}}
     return aligned_config(settings, arch, contract.recipe) if options.model == "aligned" else settings
 
 
-def described_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
-    return executed_formats(described, contract, num_layers, _KERNELS, _BACKENDS)
+def described_formats(description: Mapping[str, Any], contract: PrecisionContract, layers: int) -> dict[str, object]:
+    return executed_formats(description, contract, layers, _KERNELS, _BACKENDS)
 
 
-def executed_points(described: Mapping[str, Any]) -> str:
-    return POINTS if is_aligned(described) else _POINTS
+def executed_points(description: Mapping[str, Any]) -> str:
+    return POINTS if is_aligned(description) else _POINTS

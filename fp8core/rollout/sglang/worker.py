@@ -14,10 +14,10 @@ from torch import nn
 
 from fp8core.processes import end_with_parent
 from fp8core.rollout.sglang.internals import SglangPolicy
-from fp8core.rollout.sglang.settings import ALIGNED, REGISTERED
+from fp8core.rollout.sglang.settings import ALIGNED_QUANTISATION, QUANTISATION
 
 # The attribute of SGLang's model that has our policy.
-_HELD = "policy_held"
+_POLICY_ATTRIBUTE = "policy_held"
 
 
 def register() -> None:
@@ -29,15 +29,15 @@ def register() -> None:
 
     from fp8core.rollout.sglang.quantisation import PolicyQuantisation
 
-    if REGISTERED in ATTENTION_BACKENDS:
+    if QUANTISATION in ATTENTION_BACKENDS:
         return
-    QUANTIZATION_METHODS[REGISTERED] = PolicyQuantisation
-    server_args.add_quantization_method_choices([REGISTERED])
-    server_args.add_attention_backend_choices([REGISTERED, ALIGNED])
-    register_attention_backend(REGISTERED)(_lazily("attention:ScaledAttention"))
-    register_attention_backend(ALIGNED)(_lazily("aligned:AlignedAttention"))
-    register_sampler_backend(REGISTERED, _lazily("sampler:SeededSampler"))
-    register_sampler_backend(ALIGNED, _lazily("aligned:AlignedSampler"))
+    QUANTIZATION_METHODS[QUANTISATION] = PolicyQuantisation
+    server_args.add_quantization_method_choices([QUANTISATION])
+    server_args.add_attention_backend_choices([QUANTISATION, ALIGNED_QUANTISATION])
+    register_attention_backend(QUANTISATION)(_lazily("attention:ScaledAttention"))
+    register_attention_backend(ALIGNED_QUANTISATION)(_lazily("aligned:AlignedAttention"))
+    register_sampler_backend(QUANTISATION, _lazily("sampler:SeededSampler"))
+    register_sampler_backend(ALIGNED_QUANTISATION, _lazily("aligned:AlignedSampler"))
 
 
 def _lazily(place: str) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def run_scheduler(*arguments: Any, **settings: Any) -> None:
     register()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    if arguments[0].attention_backend == ALIGNED:
+    if arguments[0].attention_backend == ALIGNED_QUANTISATION:
         # Before the model is made.
         import fp8core.rollout.sglang.aligned  # noqa: F401
     run_scheduler_process(*arguments, **settings)
@@ -105,8 +105,8 @@ def reply(model: nn.Module, policy_class: type[SglangPolicy]) -> None:
     method, arguments = mailbox.asked()
     try:
         # SGLang keeps nothing of ours but its model.
-        held = getattr(model, _HELD, None) or policy_class(model, next(model.parameters()).device)
-        setattr(model, _HELD, held)
-        mailbox.put(held.answer(method, *arguments), None)
+        policy = getattr(model, _POLICY_ATTRIBUTE, None) or policy_class(model, next(model.parameters()).device)
+        setattr(model, _POLICY_ATTRIBUTE, policy)
+        mailbox.put(policy.answer(method, *arguments), None)
     except Exception:  # noqa: BLE001 - of what is raised here SGLang would end, without a word to us
         mailbox.put(None, traceback.format_exc())

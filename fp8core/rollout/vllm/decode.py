@@ -46,8 +46,8 @@ class SharedKernel:
 def largest_decode_batch(config: Any) -> int:
     """Requests of the largest decode step under a `VllmConfig`; a captured graph is padded to its own size."""
     requests = config.scheduler_config.max_num_seqs
-    captured = config.compilation_config.max_cudagraph_capture_size
-    return max(int(requests), int(captured or 0))
+    largest_graph = config.compilation_config.max_cudagraph_capture_size
+    return max(int(requests), int(largest_graph or 0))
 
 
 class DecodeImpl(FlashAttentionImpl):

@@ -76,15 +76,15 @@ class VllmEngine(ResidentEngine):
         _check_environment(required_environment(contract, options, build))
         if not build.on_gpu:
             if arch.experts is not None:
-                raise UserError(f"rollout.engine=vllm: {build.described} computes no experts; set it to embedded")
+                raise UserError(f"rollout.engine=vllm: {build.label} computes no experts; set it to embedded")
             # Registers the quantisation method that `engine_arguments` names.
             import fp8core.rollout.vllm.in_place  # noqa: F401
         register_aligned_models()
         self._build = build
         self._options = options
-        self._aligned = options.model == "aligned"
+        self._is_aligned = options.model == "aligned"
         # vLLM raises what is below its lowest temperature to that; the aligned model tempers its output itself.
-        lowest = 0.0 if self._aligned else _LOWEST_TEMPERATURE
+        lowest = 0.0 if self._is_aligned else _LOWEST_TEMPERATURE
         super().__init__(arch, contract, lowest=lowest, sleeps=options.sleep, routes=routes)
         before = multiprocessing.active_children()
         # vLLM reads the folder while it starts. One that is killed later leaves none.
@@ -104,31 +104,31 @@ class VllmEngine(ResidentEngine):
                     raise UserError(shortage) from error
                 raise
         self._cores = [process for process in multiprocessing.active_children() if process not in before]
-        self._closed = False
+        self._is_closed = False
         threading.Thread(target=self._end_calls, daemon=True).start()
         # The worker follows its parent already, which is vLLM's core.
         self.ask_policy("follow", os.getpid())
         self._read_parameters()
 
-    def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
-        kernels = dict.fromkeys(kernels_by_type(described["linears"]), ALIGNED_KERNEL)
+    def _description(self, description: Mapping[str, Any]) -> dict[str, object]:
+        kernels = dict.fromkeys(kernels_by_type(description["linears"]), ALIGNED_KERNEL)
         return {
             "engine": "vllm",
             "version": f"{self._build.distribution} {self._build.version}",
-            **described_formats(described, self._contract, self._arch.num_layers),
-            "rounding_points": executed_points(described, self._build),
-            **({"kernels": kernels} if self._aligned else {}),
-            **{name: described[name] for name in ("passes", "custom_ops", "compilation", "graphs", "runner")},
+            **described_formats(description, self._contract, self._arch.num_layers),
+            "rounding_points": executed_points(description, self._build),
+            **({"kernels": kernels} if self._is_aligned else {}),
+            **{name: description[name] for name in ("passes", "custom_ops", "compilation", "graphs", "runner")},
         }
 
     def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
         self._llm.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
 
     def _end_calls(self) -> None:
         """End what waits for an answer of a core that was killed, and what is asked before vLLM has noticed."""
         wait([core.sentinel for core in self._cores])
-        while not self._closed:
+        while not self._is_closed:
             end_calls(self._llm.engine_core, EngineDeadError())
             time.sleep(_NOTICE_SECONDS)
 
@@ -147,10 +147,10 @@ class VllmEngine(ResidentEngine):
                 raise
             raise EngineLost("vLLM's engine core ended") from error
 
-    def _find_shares(self, sent: Mapping[str, TensorSpec]) -> list[Share]:
-        filled = filled_shapes(self._arch) if self._aligned else {}
-        last: Axis = 0 if self._aligned else 1
-        return find_shares(sent, filled, self._parameters, self._options.tensor_parallel, last)
+    def _find_shares(self, specs: Mapping[str, TensorSpec]) -> list[Share]:
+        tile_shapes = filled_shapes(self._arch) if self._is_aligned else {}
+        last: Axis = 0 if self._is_aligned else 1
+        return find_shares(specs, tile_shapes, self._parameters, self._options.tensor_parallel, last)
 
     def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
         self._ask(self._llm.wake_up, [part])
@@ -159,7 +159,7 @@ class VllmEngine(ResidentEngine):
         self._ask(self._llm.sleep, 2)
 
     def _begin(self, temperature: float) -> None:
-        if self._aligned:
+        if self._is_aligned:
             self.ask_policies("set_temperature", temperature)
 
     def _submit(self, requests: Mapping[int, Request]) -> None:
@@ -167,7 +167,7 @@ class VllmEngine(ResidentEngine):
             target = request.target
             parameters = SamplingParams(
                 # The output of an aligned model is tempered.
-                temperature=1.0 if self._aligned and request.temperature > 0 else request.temperature,
+                temperature=1.0 if self._is_aligned and request.temperature > 0 else request.temperature,
                 max_tokens=request.max_tokens,
                 # 63 bits of it: to vLLM -1 means no seed.
                 seed=self._seed(request) & SEED_BITS,
@@ -186,7 +186,7 @@ class VllmEngine(ResidentEngine):
 
     def _seed(self, request: Request) -> int:
         """vLLM's generators begin anew with every request, and would draw for a turn what they drew before."""
-        if self._aligned or not request.prefix_length:
+        if self._is_aligned or not request.prefix_length:
             return request.seed
         turn = f"turn/{request.seed}/{request.prefix_length}"
         return int.from_bytes(hashlib.sha256(turn.encode()).digest()[:8], "big")
@@ -201,19 +201,19 @@ class VllmEngine(ResidentEngine):
 
 
 def _output(output: Any) -> Output:
-    (done,) = output.outputs
-    tokens = list(done.token_ids)
-    logprobs = done.logprobs
+    (sequence,) = output.outputs
+    tokens = list(sequence.token_ids)
+    logprobs = sequence.logprobs
     assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
     values = list(logprobs.logprobs)
     ids = list(logprobs.token_ids)
     # The sampled token comes first, then a target that was asked for.
     target = (ids[1], values[1]) if len(ids) > len(tokens) else None
     assert target is not None or ids == tokens, "the log-probs are not those of the tokens"
-    return Output(tokens, values[: len(tokens)], done.finish_reason, target, done.routed_experts)
+    return Output(tokens, values[: len(tokens)], sequence.finish_reason, target, sequence.routed_experts)
 
 
-def _check_environment(required: Mapping[str, str]) -> None:
-    for name, value in required.items():
+def _check_environment(variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
         if int(getattr(vllm.envs, name)) != int(value):
             raise UserError(f"{name} must be {value} before vLLM is imported, it is {getattr(vllm.envs, name)}")

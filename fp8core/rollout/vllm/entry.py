@@ -47,7 +47,7 @@ def find_build(platform: str, version_of: VersionOf = installed_version) -> Engi
 
 def contract_refusals(contract: PrecisionContract, options: VllmConfig, build: EngineBuild) -> Iterator[str]:
     if options.model == "aligned" and not build.on_gpu:
-        yield f"{_ALIGNED}: {build.described}: it is made for Hopper; set it to stock"
+        yield f"{_ALIGNED}: {build.label}: it is made for Hopper; set it to stock"
     elif options.model == "aligned":
         yield from aligned_refusals(_ALIGNED, contract)
     else:
@@ -57,7 +57,7 @@ def contract_refusals(contract: PrecisionContract, options: VllmConfig, build: E
     if points not in ("stepwise", *possible):
         graphs = f"rollout.vllm.graphs={str(options.graphs).lower()}"
         yield (
-            f"precision.rounding_points={points}: {build.described} with {graphs} has "
+            f"precision.rounding_points={points}: {build.label} with {graphs} has "
             f"{' or '.join(possible) or 'none it knows'}"
         )
     if build.on_gpu:
@@ -65,12 +65,12 @@ def contract_refusals(contract: PrecisionContract, options: VllmConfig, build: E
     for setting, value in (("linear", contract.rollout.linear), ("kv_cache", contract.rollout.kv_cache)):
         if value != "bf16" and contract.rollout.linear != "fp32":
             yield (
-                f"precision.rollout.{setting}={value}: {build.described} has no FP8 path that computes what the "
+                f"precision.rollout.{setting}={value}: {build.label} has no FP8 path that computes what the "
                 "contract says; set it to bf16, or rollout.engine to embedded"
             )
     for name, set_ in (("sleep", options.sleep), ("batch_invariant", options.batch_invariant)):
         if set_:
-            yield f"rollout.vllm.{name}: {build.described} does not have it; set it to false"
+            yield f"rollout.vllm.{name}: {build.label} does not have it; set it to false"
 
 
 def _possible_points(options: VllmConfig, build: EngineBuild) -> tuple[str, ...]:
@@ -165,10 +165,10 @@ def _check(config: RunConfig, node: Node) -> Iterator[str]:
 
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
-    shared = config.rollout.vllm.tensor_parallel
-    if shared > 1 and config.cluster.placement == "colocated":
+    ranks = config.rollout.vllm.tensor_parallel
+    if ranks > 1 and config.cluster.placement == "colocated":
         yield (
-            f"rollout.vllm.tensor_parallel={shared}: an engine of several GPUs shares none with a rank; "
+            f"rollout.vllm.tensor_parallel={ranks}: an engine of several GPUs shares none with a rank; "
             "set cluster.placement to separate"
         )
     yield from longest_refusals(_LONGEST, config.rollout.vllm.max_model_len, arch)
@@ -177,8 +177,8 @@ def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
 
 def _environment(config: RunConfig, node: Node) -> Environment:
     build = find_build(node.platform, node.version)
-    required = required_environment(config.precision, _options(config), build)
-    return Environment(required, suggested_environment(config.threads, build))
+    variables = required_environment(config.precision, _options(config), build)
+    return Environment(variables, suggested_environment(config.threads, build))
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
@@ -199,15 +199,15 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
 def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
     """A step has any number of tokens: those of prompts and, of each request that decodes, one."""
     rollout = config.rollout
-    shared = config.rollout.vllm.tensor_parallel
+    ranks = config.rollout.vllm.tensor_parallel
     rows = range(1, max(rollout.vllm.batched_tokens, rollout.max_batch) + 1)
     if config.precision.rollout.linear == "fp8_block":
         if rollout.vllm.model == "aligned":
             for whole in layer_products(with_whole_tiles(arch), rows):
-                yield replace(whole, outputs=whole.outputs // shared)
-            yield Product("bf16", padded_vocabulary(arch.vocab_size) // shared, arch.hidden_size, rows)
+                yield replace(whole, outputs=whole.outputs // ranks)
+            yield Product("bf16", padded_vocabulary(arch.vocab_size) // ranks, arch.hidden_size, rows)
             return
-        part = {name: getattr(arch, name) // shared for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+        part = {name: getattr(arch, name) // ranks for name in ("num_heads", "num_kv_heads", "intermediate_size")}
         yield from layer_products(replace(arch, **part), rows)
 
 
@@ -217,7 +217,7 @@ ENGINE = EngineEntry(
     build=_build,
     check=_check,
     check_model=_check_model,
-    requirements=lambda: find_build(this_platform()).described,
+    requirements=lambda: find_build(this_platform()).label,
     environment=_environment,
     memory=_memory,
     gpus=lambda config: config.cluster.engines * config.rollout.vllm.tensor_parallel,

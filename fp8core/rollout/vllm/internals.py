@@ -49,8 +49,8 @@ def gather(part: Tensor, axis: int) -> Tensor:
     from vllm.distributed import get_tp_group
 
     # As words of four bytes, none of which is in two rows: vLLM sends no codes of FP8, and on a CPU no bytes.
-    joined: Tensor = get_tp_group().all_gather(part.contiguous().view(torch.float32), axis)
-    return joined.view(part.dtype)
+    whole: Tensor = get_tp_group().all_gather(part.contiguous().view(torch.float32), axis)
+    return whole.view(part.dtype)
 
 
 def layer_share() -> tuple[int, int]:
@@ -100,9 +100,9 @@ class VllmPolicy(WorkerPolicy):
             if _has_experts(module):
                 kernel = getattr(method, "moe_kernel", None)
                 kernel = method if kernel is None else kernel.fused_experts
-                kernels[name] = _described(kernel, module.get_parameter("w13_weight"))
+                kernels[name] = _description(kernel, module.get_parameter("w13_weight"))
             elif name.endswith("_proj") and method is not None and weight is not None:
-                kernels[name] = _described(getattr(method, "fp8_linear", method), weight)
+                kernels[name] = _description(getattr(method, "fp8_linear", method), weight)
         return kernels
 
     def _activation_rule(self) -> ScaleRule:
@@ -173,5 +173,5 @@ def _described_attention(layer: Any) -> dict[str, Any]:
     }
 
 
-def _described(kernel: object, weight: Tensor) -> dict[str, str]:
+def _description(kernel: object, weight: Tensor) -> dict[str, str]:
     return {"kernel": type(kernel).__name__, "dtype": str(weight.dtype).removeprefix("torch.")}

@@ -58,9 +58,9 @@ _CPU_BATCHED_TOKENS = 2048
 
 def required_environment(contract: PrecisionContract, options: VllmConfig, build: EngineBuild) -> dict[str, str]:
     """They must be set before vLLM is imported."""
-    required = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_BATCH_INVARIANT": str(int(options.batch_invariant))}
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_BATCH_INVARIANT": str(int(options.batch_invariant))}
     if build.on_gpu:
-        required |= {
+        variables |= {
             "VLLM_USE_DEEP_GEMM": "1",
             "VLLM_MOE_USE_DEEP_GEMM": "1",
             "VLLM_USE_DEEP_GEMM_E8M0": str(int(contract.recipe.activations.rule == "pow2")),
@@ -68,11 +68,11 @@ def required_environment(contract: PrecisionContract, options: VllmConfig, build
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_USE_BREAKABLE_CUDAGRAPH": str(int(captures_prompts(options))),
         }
-    return required
+    return variables
 
 
 def suggested_environment(threads: int, build: EngineBuild) -> dict[str, str]:
-    suggested = {
+    variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -82,10 +82,10 @@ def suggested_environment(threads: int, build: EngineBuild) -> dict[str, str]:
         # Both sides find them where vLLM keeps its own anyway. nvcc compiles them: with NVRTC (DG_JIT_USE_NVRTC)
         # DeepGEMM 2.5.0 does not compile against CUDA 13.
         cache = Path.home() / ".cache" / "vllm" / "deep_gemm"
-        suggested |= {"VLLM_DEEP_GEMM_WARMUP": "skip", "DG_JIT_CACHE_DIR": str(cache)}
+        variables |= {"VLLM_DEEP_GEMM_WARMUP": "skip", "DG_JIT_CACHE_DIR": str(cache)}
     else:
-        suggested |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
-    return suggested
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    return variables
 
 
 def captures_prompts(options: VllmConfig) -> bool:
@@ -224,29 +224,29 @@ def _gathers(columns: int) -> bool:
     return columns % _GATHERED_COLUMNS == 0 or (columns < _GATHERED_COLUMNS and not columns & (columns - 1))
 
 
-def described_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
-    if is_aligned(described):
-        linears = {name: {**linear, "kernel": ALIGNED_KERNEL} for name, linear in described["linears"].items()}
-        described = {**described, "linears": linears}
+def described_formats(description: Mapping[str, Any], contract: PrecisionContract, layers: int) -> dict[str, object]:
+    if is_aligned(description):
+        linears = {name: {**linear, "kernel": ALIGNED_KERNEL} for name, linear in description["linears"].items()}
+        description = {**description, "linears": linears}
     else:
         # Passes of the compiler quantise by another rule where they fuse.
-        fused = (name for name in FUSIONS if described["passes"].get(name))
-        described = {**described, "activations": "+".join([described["activations"], *fused])}
-    return executed_formats(described, contract, num_layers, _KERNELS_BY_TYPE, _FP8_BACKENDS)
+        fusions = (name for name in FUSIONS if description["passes"].get(name))
+        description = {**description, "activations": "+".join([description["activations"], *fusions])}
+    return executed_formats(description, contract, layers, _KERNELS_BY_TYPE, _FP8_BACKENDS)
 
 
-def executed_points(described: Mapping[str, Any], build: EngineBuild) -> str:
+def executed_points(description: Mapping[str, Any], build: EngineBuild) -> str:
     """Those of the contract that these kernels have, or what runs where they have none of them."""
-    if is_aligned(described):
+    if is_aligned(description):
         return POINTS
-    operations = described["custom_ops"]
-    norms = set(described["norms"])
-    compiled = described["compilation"] != "NONE"
+    operations = description["custom_ops"]
+    norms = set(description["norms"])
+    is_compiled = description["compilation"] != "NONE"
     if not build.on_gpu:
-        return "compiled for a CPU" if compiled else "native"
+        return "compiled for a CPU" if is_compiled else "native"
     own = {name for name in _KERNELS if f"+{name}" in operations or "all" in operations}
     if own == set(_KERNELS) and norms <= {"vllm_c"}:
         return "kernels"
-    if compiled and not own and norms <= {"native"}:
+    if is_compiled and not own and norms <= {"native"}:
         return "fused"
     return f"kernels of vLLM for {', '.join(sorted(own)) or 'nothing'}, norms by {', '.join(sorted(norms))}"

@@ -53,12 +53,12 @@ def transformer_arguments(
         "disable_parameter_transpose_cache": True,
         "transformer_impl": "transformer_engine",
         **(_block_fp8(contract) if contract.training.linear == "fp8_block" else {}),
-        **(_RECOMPUTED if megatron.recompute == "full" else {}),
+        **(_RECOMPUTATION if megatron.recompute == "full" else {}),
         **_experts(arch),
     }
 
 
-_RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_RECOMPUTATION = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _block_fp8(contract: PrecisionContract) -> dict[str, Any]:

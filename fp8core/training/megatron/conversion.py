@@ -141,7 +141,7 @@ def share(
 ) -> dict[str, Tensor]:
     """One GPU's parameters by Megatron's names; `policy`: tensors by Hugging Face name, of any type and device."""
     return {
-        each.name: _cut(_joined(arch, megatron, each, policy), each, megatron.tensor_parallel, rank)
+        each.name: _cut(_megatron_parameter(arch, megatron, each, policy), each, megatron.tensor_parallel, rank)
         for each in parameters(arch, megatron, style, rank.expert)
     }
 
@@ -155,7 +155,9 @@ def policy_of(
         for parameter in parameters(arch, megatron, style, expert):
             if not policy.keys() >= set(parameter.sources):
                 parts = [shares[rank][parameter.name] for rank in _holders(parameter, shares, expert)]
-                policy |= zip(parameter.sources, _parted(arch, parameter, _uncut(parts, parameter)), strict=True)
+                policy |= zip(
+                    parameter.sources, _policy_tensors(arch, parameter, _uncut(parts, parameter)), strict=True
+                )
     return policy
 
 
@@ -166,7 +168,9 @@ def _holders(parameter: Parameter, ranks: Iterable[ParallelRank], expert: int) -
     return [next(same_tensor) for _, same_tensor in groupby(sorted(ranks), key=lambda rank: rank.tensor)]
 
 
-def _joined(arch: Architecture, megatron: MegatronConfig, parameter: Parameter, policy: Mapping[str, Tensor]) -> Tensor:
+def _megatron_parameter(
+    arch: Architecture, megatron: MegatronConfig, parameter: Parameter, policy: Mapping[str, Tensor]
+) -> Tensor:
     parts = [policy[name] for name in parameter.sources]
     match parameter.join:
         case "copy":
@@ -181,7 +185,7 @@ def _joined(arch: Architecture, megatron: MegatronConfig, parameter: Parameter, 
             return torch.cat([parts[0], parts[0].new_zeros(padding, parts[0].shape[1])])
 
 
-def _parted(arch: Architecture, parameter: Parameter, whole: Tensor) -> list[Tensor]:
+def _policy_tensors(arch: Architecture, parameter: Parameter, whole: Tensor) -> list[Tensor]:
     match parameter.join:
         case "copy":
             return [whole]
@@ -225,7 +229,7 @@ def _uncut(shares: list[Tensor], parameter: Parameter) -> Tensor:
 Spec = tuple[torch.dtype, tuple[int, ...]]
 
 
-def gathered(
+def gather_policy(
     rank: ParallelRank, tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[ParallelRank, dict[str, Tensor]]:
     """The tensors of every rank, by Megatron's names; every process calls it at the same time.

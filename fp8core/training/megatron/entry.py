@@ -14,7 +14,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.families import family_of
 from fp8core.models.weights import is_linear
 from fp8core.numerics.recipe import TILE
-from fp8core.resources.memory import BF16_BYTES, FP32_BYTES, Need, StoredBytes, count_parameters, held
+from fp8core.resources.memory import BF16_BYTES, FP32_BYTES, Need, StoredBytes, count_parameters, memory_of
 from fp8core.rollout.registry import longest_sequence
 from fp8core.training.megatron.conversion import padded_vocabulary, token_multiple
 from fp8core.training.memory import (
@@ -70,13 +70,13 @@ def machine_refusals(config: RunConfig, node: Node) -> Iterator[str]:
 
 def environment(config: RunConfig) -> Environment:
     """Transformer Engine reads these variables when it is imported."""
-    required = {
+    variables = {
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1" if config.precision.scale_rule == "fp32" else "0",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0" if config.training.deterministic else "1",
     }
     # One queue keeps communication behind the GEMM that it shall overlap with.
     queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if config.training.megatron.tensor_parallel > 1 else {}
-    return Environment(required, queues)
+    return Environment(variables, queues)
 
 
 def grid_refusals(
@@ -138,14 +138,14 @@ _REPEATABLE = "repeatable backward; none with training.deterministic=false"
 
 
 def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    parameters = held(cut_parameters(arch, parallel))
+    parameters = memory_of(cut_parameters(arch, parallel))
     weights = Need("weights", parameters * BF16_BYTES, "BF16"), Need("gradients", parameters * FP32_BYTES, "FP32")
     return *state_of(config, arch, parallel.gpus, "fp32"), *weights
 
 
 def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     tensor = parallel.tensor
-    linear = held(
+    linear = memory_of(
         [
             ({name: shape for name, shape in shapes.items() if is_linear(name)}, parts)
             for shapes, parts in cut_parameters(arch, parallel)
@@ -164,7 +164,7 @@ def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Ne
     )
 
 
-def _exported(config: RunConfig, arch: Architecture, parallel: Parallel, sync: StoredBytes) -> tuple[Need, ...]:
+def _export_memory(config: RunConfig, arch: Architecture, parallel: Parallel, sync: StoredBytes) -> tuple[Need, ...]:
     """Where GPUs share the weights, the policy is put together in main memory; else it is made on every GPU."""
     if (parallel.tensor, parallel.expert) != (1, 1):
         return ()
@@ -203,7 +203,7 @@ def _activations(config: RunConfig, arch: Architecture, tensor: int) -> int:
 MEMORY = TrainerMemory(
     state=_state,
     step=_step,
-    exported=_exported,
+    exported=_export_memory,
     scoring=_state,
     at_rest=AT_REST,
     # Nothing else gives as much back as the scores that repeatable attention holds.
@@ -226,7 +226,7 @@ def _requirements() -> str:
 TRAINER = TrainerEntry(
     name="megatron",
     packages=_PACKAGES,
-    chosen=lambda training: training.trainer == "megatron",
+    is_chosen=lambda training: training.trainer == "megatron",
     build=_build,
     arithmetic="own",
     scores_updates=False,

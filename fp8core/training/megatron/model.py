@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from fp8core.config.precision import HeadFormat
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.experts import UNRECORDED, top_k
+from fp8core.models.experts import NO_ROUTE, top_k
 from fp8core.numerics.elementwise import Rounding, inverse_frequencies, keep_fp32, scale_frequencies
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.training.megatron.conversion import padded_vocabulary
@@ -44,13 +44,13 @@ class PolicyModel(GPTModel):
         """[T, 1, hidden], whole on every GPU of a tensor-parallel group."""
         if self.config.sequence_parallel:
             # The head adds up the gradients of the group by itself.
-            gathered: Tensor = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-            return gathered
+            states: Tensor = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+            return states
         return hidden_states
 
     def head_weight(self) -> Tensor:
-        tied = self.share_embeddings_and_output_weights
-        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        is_tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         return weight
 
 
@@ -87,7 +87,7 @@ class RotaryAngles(torch.nn.Module):
 class Replay:
     """Replaces Megatron's `RouterReplay`, which cannot leave a position to the router.
 
-    Of equal scores the router takes the lower index, as the reference does. `chosen` is int16 [T, k], `UNRECORDED`
+    Of equal scores the router takes the lower index, as the reference does. `chosen` is int16 [T, k], `NO_ROUTE`
     where the router chooses, or None without a replay."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Replay:
         """Scores and indices [T, k] of the experts: Megatron's call."""
         indices = top_k(scores, topk)
         if self.chosen is not None:
-            indices = torch.where(self.chosen == UNRECORDED, indices, self.chosen.long())
+            indices = torch.where(self.chosen == NO_ROUTE, indices, self.chosen.long())
         return scores.gather(1, indices), indices
 
 
@@ -137,8 +137,8 @@ class ShardedHead(ChunkedHead):
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 [tokens, rows], -inf in the rows of padding."""
         share = self._share
-        transposed = self.weight.t()
-        logits = (hidden @ transposed).float() if share.form == "bf16" else _fp32_product(hidden, transposed)
+        weight_t = self.weight.t()
+        logits = (hidden @ weight_t).float() if share.form == "bf16" else _fp32_product(hidden, weight_t)
         logits[:, max(0, share.size - share.first) :] = -torch.inf
         return logits
 
@@ -151,10 +151,10 @@ class ShardedHead(ChunkedHead):
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logp = self._logprobs(hidden)
-        row, held = self._own(targets)
-        chosen = logp.gather(-1, row[:, None]).squeeze(-1).masked_fill(~held, 0.0)
+        row, is_own = self._own(targets)
+        target_logprobs = logp.gather(-1, row[:, None]).squeeze(-1).masked_fill(~is_own, 0.0)
         # p log p is 0 where p is, which the product of 0 and -inf is not.
-        return chosen, -(logp.exp() * logp.clamp_min(-1e30)).sum(-1)
+        return target_logprobs, -(logp.exp() * logp.clamp_min(-1e30)).sum(-1)
 
     def slopes(
         self, hidden: Tensor, targets: Tensor, entropy: Tensor, gradients: tuple[Tensor | None, Tensor | None]
@@ -167,8 +167,8 @@ class ShardedHead(ChunkedHead):
             above = logp.clamp_min(-1e30).add_(entropy[:, None])
             flatter = above.mul_(logp.exp()).mul_(-grad_entropy[:, None])
         p = logp.exp_()
-        row, held = self._own(targets)
-        p.scatter_add_(1, row[:, None], -held.float()[:, None])
+        row, is_own = self._own(targets)
+        p.scatter_add_(1, row[:, None], -is_own.float()[:, None])
         p.mul_(0.0 if grad is None else -grad[:, None] / self.temperature)
         if flatter is not None:
             p.add_(flatter, alpha=1 / self.temperature)

@@ -45,7 +45,7 @@ class MegatronOptimiser:
         )
         # Without overrides Megatron would spare norms the weight decay.
         self._adam = get_megatron_optimizer(config, [self._model], config_overrides={})
-        self._named: dict[str, Tensor] = dict(model.named_parameters())
+        self._parameters_by_name: dict[str, Tensor] = dict(model.named_parameters())
         # Moments exist from the start, so that a policy that never learned can be saved as well.
         for part in self._adam.chained_optimizers:
             part.init_state_fn(part.optimizer, config)
@@ -63,13 +63,13 @@ class MegatronOptimiser:
     def step(self, norm: float, learning_rate: float) -> None:
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
-        updated, again, _ = self._adam.step()
-        assert updated, "Megatron did not update"
+        is_finite, again, _ = self._adam.step()
+        assert is_finite, "Megatron did not update"
         assert float(again) == norm, f"Megatron saw a gradient norm of {again} instead of {norm}"
 
     def masters(self) -> dict[str, Tensor]:
         """FP32 masters by Megatron's names: of a parameter in BF16 the part that this process updates."""
-        return {name: self._master(parameter) for name, parameter in self._named.items()}
+        return {name: self._master(parameter) for name, parameter in self._parameters_by_name.items()}
 
     def _master(self, parameter: Tensor) -> Tensor:
         main: Tensor | None = getattr(parameter, "main_param", None)
@@ -85,10 +85,10 @@ class MegatronOptimiser:
         with warnings.catch_warnings():
             # Megatron calls torch's loader by its old name.
             warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
-            loaded = dist_checkpointing.load(self._state(model, loading=True), str(folder))
-        for name, parameter in self._named.items():
-            parameter.data.copy_(loaded["model"][name])
-        self._adam.load_state_dict(loaded["optimizer"])
+            state = dist_checkpointing.load(self._state(model, loading=True), str(folder))
+        for name, parameter in self._parameters_by_name.items():
+            parameter.data.copy_(state["model"][name])
+        self._adam.load_state_dict(state["optimizer"])
 
     def _state(self, model: ShardedStateDict, loading: bool) -> dict[str, Any]:
         optimizer = self._adam.sharded_state_dict(model, is_loading=loading, metadata=_SHARDING)

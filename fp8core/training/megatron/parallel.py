@@ -41,8 +41,8 @@ def join(megatron: MegatronConfig, ranks: int, device: torch.device) -> None:
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
     )
-    wanted = (ranks, megatron.tensor_parallel, megatron.expert_parallel)
-    assert own == wanted, f"this process is part of the grid {own}, and cannot join {wanted} before it leaves"
+    layout = (ranks, megatron.tensor_parallel, megatron.expert_parallel)
+    assert own == layout, f"this process is part of the grid {own}, and cannot join {layout} before it leaves"
 
 
 def destroy() -> None:

@@ -18,11 +18,11 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.weights import training_formats
 from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.numerics.logprobs import chunked_logprobs
-from fp8core.numerics.packed import copied
+from fp8core.numerics.packed import copy_to
 from fp8core.training.megatron.arguments import transformer_arguments
 from fp8core.training.megatron.conversion import (
     TRANSFORMER_ENGINE,
-    gathered,
+    gather_policy,
     padded_vocabulary,
     parallel_ranks,
     policy_of,
@@ -69,9 +69,9 @@ class MegatronPolicy:
         self.rank = own_rank()
         self.model = PolicyModel(arch, megatron, config, device).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
-        routed = training_formats(contract, arch.num_layers).points.routed
+        routing = training_formats(contract, arch.num_layers).points.routed
         for router in self.routers:
-            router.rounding = routed
+            router.rounding = routing
         self._observing = False
         self._valid = torch.empty(0)
         rows = padded_vocabulary(arch, megatron.tensor_parallel) // megatron.tensor_parallel
@@ -113,7 +113,7 @@ class MegatronPolicy:
         Where processes share it, the first one has it on the CPU, and the others have nothing."""
         if len(parallel_ranks(self.megatron)) == 1:
             return policy_of(self.arch, self.megatron, self.style, {self.rank: shares})
-        whole = gathered(self.rank, shares, self.device)
+        whole = gather_policy(self.rank, shares, self.device)
         return policy_of(self.arch, self.megatron, self.style, whole) if whole else {}
 
     def sharded(self) -> ShardedStateDict:
@@ -128,23 +128,26 @@ class MegatronPolicy:
         pack = micro_batch.pack
         self._replay(pack.experts)
         longest = pack.sequences.longest
-        bounds = copied(torch.tensor(pack.sequences.starts, dtype=torch.int32), self.device)
-        packed = PackedSeqParams(
+        bounds = copy_to(torch.tensor(pack.sequences.starts, dtype=torch.int32), self.device)
+        params = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
         )
-        positions = copied(pack.sequences.positions, self.device)
+        positions = copy_to(pack.sequences.positions, self.device)
         states: Tensor = self.model(
-            input_ids=pack.tokens[None], position_ids=positions[None], attention_mask=None, packed_seq_params=packed
+            input_ids=pack.tokens[None],
+            position_ids=positions[None],
+            attention_mask=None,
+            packed_seq_params=params,
         )
         return states
 
     def head(self, micro_batch: CountedPack, states: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of each written token, FP32 [targets], differentiable."""
         pack = micro_batch.pack
-        chosen = states[:, 0][pack.target_positions - 1]
+        target_states = states[:, 0][pack.target_positions - 1]
         weight = self.model.head_weight()
         targets = pack.tokens[pack.target_positions]
-        return chunked_logprobs(chosen, weight, ShardedHead(weight, self._head, temperature), targets)
+        return chunked_logprobs(target_states, weight, ShardedHead(weight, self._head, temperature), targets)
 
     def _replay(self, experts: Tensor | None) -> None:
         """Force a pack's experts [T, sparse layers, k] on the routers, or leave them to choose."""
@@ -152,10 +155,10 @@ class MegatronPolicy:
             if experts is None:
                 router.router_replay.chosen = None
                 continue
-            chosen = experts[:, index]
+            layer_experts = experts[:, index]
             if self.megatron.sequence_parallel:
-                chosen = chosen.chunk(self.megatron.tensor_parallel)[self.rank.tensor]
-            router.router_replay.chosen = chosen
+                layer_experts = layer_experts.chunk(self.megatron.tensor_parallel)[self.rank.tensor]
+            router.router_replay.chosen = layer_experts
 
     @contextmanager
     def observed(self, statistics: KvStatistics, scales: Scales) -> Iterator[None]:

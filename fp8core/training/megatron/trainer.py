@@ -32,7 +32,7 @@ from fp8core.training.megatron.policy import CountedPack, MegatronPolicy
 from fp8core.training.packing import packs
 from fp8core.training.ranks import Ranks, together
 from fp8core.training.saved_state import SHARDS, STATE, check_digest, read_state
-from fp8core.training.trainer import PolicyTrainer, ScoredBatch, left_aligned
+from fp8core.training.trainer import PolicyTrainer, ScoredBatch, align_left
 
 _STATISTICS = tuple(field.name for field in fields(ObjectiveTerms))
 
@@ -76,11 +76,11 @@ class MegatronTrainer(PolicyTrainer):
         formats = rollout_formats(self._contract, self.arch.num_layers)
         names = formats.stored_names()
         tiles = formats.recipe.weights
-        stored: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, tensor in self.masters.items():
-            made = stored_weights({name: tensor.to(self._policy.device)}, names, tiles)
-            stored |= {key: value.to(tensor.device) for key, value in made.items()}
-        return ShippedTensors(stored)
+            parts = stored_weights({name: tensor.to(self._policy.device)}, names, tiles)
+            tensors |= {key: value.to(tensor.device) for key, value in parts.items()}
+        return ShippedTensors(tensors)
 
     def digest(self) -> str:
         """Digest of the FP32 masters of all processes, in the order of their ranks."""
@@ -95,12 +95,12 @@ class MegatronTrainer(PolicyTrainer):
         def fill(micro_batch: CountedPack, *values: Tensor) -> None:
             if micro_batch.counts:
                 rows = micro_batch.pack.rows
-                mask = left_aligned(batch.response_mask[rows], shape[1])
+                mask = align_left(batch.response_mask[rows], shape[1])
                 for into, part in zip(scores, values, strict=True):
                     into[rows] = into[rows].masked_scatter(mask, part.cpu())
 
         self._observe(batch, temperature, statistics, scales, fill)
-        scores = self._summed(scores).masked_fill(~left_aligned(batch.response_mask, shape[1]), torch.nan)
+        scores = self._sum_over_ranks(scores).masked_fill(~align_left(batch.response_mask, shape[1]), torch.nan)
         return ScoredBatch(scores[0], scores[1], statistics)
 
     @torch.no_grad()
@@ -115,12 +115,12 @@ class MegatronTrainer(PolicyTrainer):
         temperature: float,
         statistics: KvStatistics,
         scales: Scales,
-        scored: Callable[[CountedPack, Tensor, Tensor], None],
+        on_score: Callable[[CountedPack, Tensor, Tensor], None],
     ) -> None:
         self._policy.model.train(False)
         with self._policy.observed(statistics, scales):
             for pack in self._own_packs(batch):
-                scored(pack, *self._policy.head(pack, self._policy.hidden(pack), temperature))
+                on_score(pack, *self._policy.head(pack, self._policy.hidden(pack), temperature))
         statistics.combine(partial(all_reduce, op=ReduceOp.MAX), all_reduce)
 
     def _step(self, learning_rate: float) -> float:
@@ -138,7 +138,7 @@ class MegatronTrainer(PolicyTrainer):
 
         def loss(micro_batch: CountedPack, logprobs: Tensor, entropies: Tensor) -> Tensor:
             rows = micro_batch.pack.rows
-            mask = left_aligned(batch.sequences.response_mask[rows], batch.loss_mask.shape[1])
+            mask = align_left(batch.sequences.response_mask[rows], batch.loss_mask.shape[1])
             current, entropy = (torch.zeros(mask.shape).masked_scatter(mask, x.cpu()) for x in (logprobs, entropies))
             terms = self._objective(current, batch.rows(rows), denominator, entropy)
             nonlocal totals
@@ -156,7 +156,7 @@ class MegatronTrainer(PolicyTrainer):
         # A copy: the sum below is of the values as they are.
         largest = values.to(self._policy.device, copy=True)
         all_reduce(largest, op=ReduceOp.MAX)
-        sums = dict(zip(_STATISTICS, self._summed(values).tolist(), strict=True))
+        sums = dict(zip(_STATISTICS, self._sum_over_ranks(values).tolist(), strict=True))
         totals = sums | {n: v for n, v in zip(_STATISTICS, largest.tolist(), strict=True) if n in MAXIMA}
         if not math.isfinite(totals["loss"]):
             raise self._not_finite(f"the loss is {totals['loss']}")
@@ -168,14 +168,14 @@ class MegatronTrainer(PolicyTrainer):
         group = parallel.data_group()
         all_packs = list(packs(batch, megatron.micro_batch_tokens, token_multiple(megatron)))
         own = range(group.rank(), len(all_packs) + group.rank(), group.size())
-        counted = (CountedPack(all_packs[min(index, len(all_packs) - 1)], index < len(all_packs)) for index in own)
-        return [pack.to(self._policy.device) for pack in counted]
+        own_packs = (CountedPack(all_packs[min(index, len(all_packs) - 1)], index < len(all_packs)) for index in own)
+        return [pack.to(self._policy.device) for pack in own_packs]
 
-    def _summed(self, values: Tensor) -> Tensor:
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
         """Over all processes, of which one in a tensor-parallel group speaks for the others; on the CPU."""
-        moved = values.to(self._policy.device) * (self._policy.rank.tensor == 0)
-        all_reduce(moved)
-        return moved.cpu()
+        own_values = values.to(self._policy.device) * (self._policy.rank.tensor == 0)
+        all_reduce(own_values)
+        return own_values.cpu()
 
     def save(self, folder: Path) -> None:
         self._optimiser.save(folder / SHARDS, self._policy.sharded())

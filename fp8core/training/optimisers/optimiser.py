@@ -95,11 +95,11 @@ class Optimiser:
             moments = [self.state[f"{moment}/{name}"] for moment in self._rules[name].moments]
             self._rules[name].update(self._trainable[name], gradient, moments, Update(number, learning_rate))
 
-    def like(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def like(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of the names and shapes that a saved state should have."""
         expected: dict[str, Tensor] = {}
         for name in self._trainable:
-            if f"step/{name}" in saved:
+            if f"step/{name}" in tensors:
                 expected |= self._state_of(name)
         return expected
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fp8core.config.training import LoraConfig
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.fingerprint import bytes_in_order, combined, digest_of, fingerprints, slice_sums
+from fp8core.numerics.fingerprint import bytes_in_order, combine_sums, digest_of, fingerprints, slice_sums
 from fp8core.numerics.lora import adapter_gradients
 from fp8core.numerics.recipe import TILE
-from fp8core.training.lora import LEFT, RIGHT, Adapters, adapter_shapes, is_target
+from fp8core.training.lora import LEFT_SUFFIX, RIGHT, Adapters, adapter_shapes, is_target
 from fp8core.training.packed.masters import Masters, SharedRows
 from fp8core.training.ranks import Ranks
 from fp8core.training.update_gain import Tile
@@ -27,7 +27,7 @@ def _narrow(rows: Tensor, device: torch.device) -> Tensor:
     return rows.to(device, torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
 
 
-class _Made(Mapping[str, Tensor]):
+class _PolicyTensors(Mapping[str, Tensor]):
     """Tensors that are made as they are asked for, and not kept: FP32 of a whole model is nowhere."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
@@ -68,7 +68,7 @@ class AdaptedMasters(SharedRows):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def named(self) -> Mapping[str, Tensor]:
-        return _Made(self.shapes, self._merged)
+        return _PolicyTensors(self.shapes, self._merged)
 
     def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
         for tile in tiles:
@@ -101,7 +101,7 @@ class AdaptedMasters(SharedRows):
                 continue
             module = part.removesuffix(".weight")
             of_pair = adapter_gradients(rows, *pair, self._adapters.factor)
-            for side, side_gradient in zip((LEFT, RIGHT), of_pair, strict=True):
+            for side, side_gradient in zip((LEFT_SUFFIX, RIGHT), of_pair, strict=True):
                 before = self._gradients.get(module + side)
                 self._gradients[module + side] = side_gradient if before is None else before.add_(side_gradient)
 
@@ -141,7 +141,7 @@ class AdaptedMasters(SharedRows):
     def _rounded(self, own: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], str]]:
         """The input of `digest_of`, in BF16; one is made at a time."""
         sums = [slice_sums([self.slice_of(name, own[name].bfloat16())])[0] for name in own]
-        digits = combined(self._ranks.joined([sums]))
+        digits = combine_sums(self._ranks.joined([sums]))
         return {name: ("bfloat16", self.shapes[name], each) for name, each in zip(own, digits, strict=True)}
 
 

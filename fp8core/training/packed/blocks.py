@@ -58,8 +58,8 @@ class TilePadding(NamedTuple):
         right = () if x.dim() == 1 else (0, -(-self.width // unit) - x.shape[1])
         # torch fills bytes, and not codes.
         bits = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-        filled = [pad(part, (*right, 0, room - len(part))) for part, room in zip(bits.split(parts), rooms, strict=True)]
-        return torch.cat(filled).view(x.dtype)
+        tiles = [pad(part, (*right, 0, room - len(part))) for part, room in zip(bits.split(parts), rooms, strict=True)]
+        return torch.cat(tiles).view(x.dtype)
 
     def cut(self, x: Tensor) -> Tensor:
         pieces = zip(x.split(self.rooms), self.parts, strict=True)
@@ -96,15 +96,15 @@ class Fp8Blocks:
         codes, scales = zip(*(e4m3.tile_codes(part, *quantiser) for part in narrow.split(parts)), strict=True)
         return torch.cat([each.view(torch.uint8) for each in codes]).view(codes[0].dtype), torch.cat(scales)
 
-    def ready(self, made: Sequence[Tensor], filling: TilePadding | None) -> BlockWeight:
-        codes, scales = made
+    def ready(self, parts_of_rows: Sequence[Tensor], filling: TilePadding | None) -> BlockWeight:
+        codes, scales = parts_of_rows
         if filling is not None:
             codes = filling.fill(codes)
             scales = filling.fill(scales, self._tiles.rows)
         return BlockWeight((codes, scales), gemm.transpose((codes, scales)), filling)
 
-    def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
-        return fused.add_norm_row_codes(x, added, *norm, *self._rows)
+    def normed(self, x: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
+        return fused.add_norm_row_codes(x, delta, *norm, *self._rows)
 
     def operand(self, x: Tensor) -> Operand:
         return e4m3.row_codes(x, *self._rows)
@@ -112,8 +112,8 @@ class Fp8Blocks:
     def activated(self, inner: Tensor) -> Operand:
         return fused.swiglu_row_codes(inner, *self._rows)
 
-    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> NormOutput:
-        total, rows, columns, inverse = fused.add_norm_codes(x, added, norm.weight, norm.eps, *self._rows_and_columns)
+    def kept_normed(self, x: Tensor, delta: Tensor | None, norm: Norm) -> NormOutput:
+        total, rows, columns, inverse = fused.add_norm_codes(x, delta, norm.weight, norm.eps, *self._rows_and_columns)
         return NormOutput(total, inverse, rows, columns)
 
     def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
@@ -127,27 +127,29 @@ class Fp8Blocks:
         return gemm.forward_gemm(_codes(operand), _codes(weight.values))
 
     def gradients(
-        self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
+        self, grad: Tensor, saved_operand: Operand, weight: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The gradients of a product's input, BF16, and of its weight, FP32, which is added to `total` in place."""
-        return self._products(e4m3.row_and_column_codes(grad, *self._of_gradients), kept, weight, total)
+        return self._products(e4m3.row_and_column_codes(grad, *self._of_gradients), saved_operand, weight, total)
 
     def inner_gradients(
-        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None
+        self, grad: Tensor, inner: Tensor, saved_operand: Operand, gate_up: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """As `gradients`, of the product that gave `inner`; `grad` is that of its SwiGLU."""
-        return self._products(fused.swiglu_backward_codes(grad, inner, *self._of_gradients), kept, gate_up, total)
+        return self._products(
+            fused.swiglu_backward_codes(grad, inner, *self._of_gradients), saved_operand, gate_up, total
+        )
 
     @staticmethod
     def _products(
-        grad: tuple[Codes, Codes], kept: Operand, weight: BlockWeight, total: Tensor | None
+        grad: tuple[Codes, Codes], saved_operand: Operand, weight: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         rows, columns = grad
         assert weight.transposed is not None, "a BF16 weight in a block of codes"
         of_input = gemm.input_gradient_gemm(rows, weight.transposed)
         if weight.filling is None:
-            return of_input, gemm.weight_gradient_gemm(columns, _codes(kept), total)
-        product = weight.filling.cut(gemm.weight_gradient_gemm(columns, _codes(kept)))
+            return of_input, gemm.weight_gradient_gemm(columns, _codes(saved_operand), total)
+        product = weight.filling.cut(gemm.weight_gradient_gemm(columns, _codes(saved_operand)))
         return of_input, product if total is None else total.add_(product)
 
 
@@ -157,13 +159,13 @@ class Bf16Blocks:
     def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
         return (rows.bfloat16(),)
 
-    def ready(self, made: Sequence[Tensor], filling: TilePadding | None) -> BlockWeight:
+    def ready(self, parts_of_rows: Sequence[Tensor], filling: TilePadding | None) -> BlockWeight:
         assert filling is None, "BF16 has no tiles to fill"
-        (values,) = made
+        (values,) = parts_of_rows
         return BlockWeight(values, None)
 
-    def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
-        total, values, _inverse = fused.add_norm(x, added, *norm)
+    def normed(self, x: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
+        total, values, _inverse = fused.add_norm(x, delta, *norm)
         return total, values
 
     def operand(self, x: Tensor) -> Operand:
@@ -172,8 +174,8 @@ class Bf16Blocks:
     def activated(self, inner: Tensor) -> Operand:
         return fused.swiglu(inner)
 
-    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> NormOutput:
-        total, values, inverse = fused.add_norm(x, added, *norm)
+    def kept_normed(self, x: Tensor, delta: Tensor | None, norm: Norm) -> NormOutput:
+        total, values, inverse = fused.add_norm(x, delta, *norm)
         return NormOutput(total, inverse, values, values)
 
     def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
@@ -187,14 +189,14 @@ class Bf16Blocks:
         return torch.nn.functional.linear(_values(operand), _values(weight.values))
 
     def gradients(
-        self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
+        self, grad: Tensor, saved_operand: Operand, weight: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return grad @ _values(weight.values), gemm.fp32_product(grad.t(), _values(kept), total)
+        return grad @ _values(weight.values), gemm.fp32_product(grad.t(), _values(saved_operand), total)
 
     def inner_gradients(
-        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None
+        self, grad: Tensor, inner: Tensor, saved_operand: Operand, gate_up: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return self.gradients(fused.swiglu_backward(grad.contiguous(), inner), kept, gate_up, total)
+        return self.gradients(fused.swiglu_backward(grad.contiguous(), inner), saved_operand, gate_up, total)
 
 
 class InvariantBf16Blocks(Bf16Blocks):
@@ -207,16 +209,16 @@ class InvariantBf16Blocks(Bf16Blocks):
 Blocks = Fp8Blocks | Bf16Blocks
 
 
-def norm_only(x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
+def norm_only(x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
     """norm(x + added), BF16."""
-    normed: Tensor = _AddNorm.apply(x, added, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
+    normed: Tensor = _AddNorm.apply(x, delta, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
     return normed
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, added: Tensor | None, norm: Tensor, eps: float) -> Tensor:
-        total, normed, inverse = fused.add_norm(x, added, norm, eps)
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> Tensor:
+        total, normed, inverse = fused.add_norm(x, delta, norm, eps)
         ctx.save_for_backward(total, norm, inverse)
         return normed
 

@@ -66,23 +66,23 @@ class PackedLayer(nn.Module):
         self._blocks = blocks
         self._eps = arch.rms_norm_eps
         self._keep = keep
-        computed = with_whole_tiles(arch) if blocks.name == "fp8_block" else arch
-        self._layout = HeadLayout(computed.num_heads, computed.num_kv_heads, computed.head_dim)
+        tile_arch = with_whole_tiles(arch) if blocks.name == "fp8_block" else arch
+        self._layout = HeadLayout(tile_arch.num_heads, tile_arch.num_kv_heads, tile_arch.head_dim)
         for name in _VECTORS + _LINEARS:
             stack = stacks.get(name)
             self.register_parameter(name, None if stack is None else _collector(device, stack.shape))
-        self._fillings = {} if computed == arch else _fillings(stacks, layer_stacks(computed, index))
+        self._fillings = {} if tile_arch == arch else _fillings(stacks, layer_stacks(tile_arch, index))
         self._weights: dict[str, BlockWeight] = {}
         self._values: dict[str, Tensor] = {}
 
     def made(self, own: Mapping[str, Tensor], parts: Mapping[str, Sequence[int]]) -> dict[str, tuple[Tensor, ...]]:
         """Operands and vectors from own rows of the masters, so many of each part, by name."""
         linears = {name: self._blocks.made(own[name], parts[name]) for name in _LINEARS}
-        return linears | {name: (_rounded(own[name]),) for name in _VECTORS if name in own}
+        return linears | {name: (_to_bf16(own[name]),) for name in _VECTORS if name in own}
 
-    def cache(self, made: Mapping[str, Sequence[Tensor]]) -> None:
-        self._weights = {name: self._blocks.ready(made[name], self._fillings.get(name)) for name in _LINEARS}
-        self._values = {name: made[name][0] for name in _VECTORS if name in made}
+    def cache(self, stacks: Mapping[str, Sequence[Tensor]]) -> None:
+        self._weights = {name: self._blocks.ready(stacks[name], self._fillings.get(name)) for name in _LINEARS}
+        self._values = {name: stacks[name][0] for name in _VECTORS if name in stacks}
         if (filling := self._fillings.get("qkv_bias")) is not None:
             self._values["qkv_bias"] = filling.fill(self._values["qkv_bias"])
 
@@ -91,32 +91,34 @@ class PackedLayer(nn.Module):
         self._values = {}
 
     def forward(
-        self, x: Tensor, added: Tensor | None, shared: LayerContext, activations: "LayerActivations | None" = None
+        self, x: Tensor, delta: Tensor | None, context: LayerContext, activations: "LayerActivations | None" = None
     ) -> tuple[Tensor, Tensor]:
         """The stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden].
         `activations` keeps only the minimum."""
         blocks = self._blocks
         weights = self._weights
         assert weights, "the weights were not made ready"
-        total, operand = blocks.normed(x, added, self._norm("input_norm"))
-        attended = self._attended(self._rotated(self._biased(blocks.product(operand, weights["qkv"])), shared), shared)
+        total, operand = blocks.normed(x, delta, self._norm("input_norm"))
+        attended = self._attended(
+            self._rotated(self._biased(blocks.product(operand, weights["qkv"])), context), context
+        )
         if activations is not None:
             activations.total = total
             activations.attended = attended
-        added = blocks.product(blocks.operand(attended.out), weights["output"])
-        total, operand = blocks.normed(total, added, self._norm("post_norm"))
+        delta = blocks.product(blocks.operand(attended.out), weights["output"])
+        total, operand = blocks.normed(total, delta, self._norm("post_norm"))
         inner = blocks.product(operand, weights["gate_up"])
         return total, blocks.product(blocks.activated(inner), weights["down"])
 
     def kept_forward(
-        self, x: Tensor, added: Tensor | None, shared: LayerContext, activations: "LayerActivations"
+        self, x: Tensor, delta: Tensor | None, context: LayerContext, activations: "LayerActivations"
     ) -> tuple[Tensor, Tensor]:
         blocks = self._blocks
         weights = self._weights
         assert weights, "the weights were not made ready"
-        activations.first = first = self._first_half(x, added, shared)
+        activations.first = first = self._first_half(x, delta, context)
         activations.total = first.total
-        activations.attended = self._attended(first.rotated, shared)
+        activations.attended = self._attended(first.rotated, context)
         operand, activations.output = blocks.kept_operand(activations.attended.out)
         activations.second, total, operand = self._second_half(first.total, blocks.product(operand, weights["output"]))
         return total, blocks.product(operand, weights["down"])
@@ -124,9 +126,9 @@ class PackedLayer(nn.Module):
     def backward(
         self,
         grad_total: Tensor | None,
-        grad_added: Tensor,
+        grad_delta: Tensor,
         total: Tensor,
-        shared: LayerContext,
+        context: LayerContext,
         activations: "LayerActivations",
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Gradients of the stream that entered, and of the vectors by name; those of linears are collected here.
@@ -137,7 +139,7 @@ class PackedLayer(nn.Module):
         vectors = dict[str, Tensor]()
         second = self._second_half(total, None)[0] if activations.second is None else activations.second
         activations.second = None
-        grad = self._collect("down", blocks.gradients, grad_added, second.kept_inner)
+        grad = self._collect("down", blocks.gradients, grad_delta, second.kept_inner)
         grad = self._collect("gate_up", blocks.inner_gradients, grad, second.inner, second.kept)
         post_norm = self._values["post_norm"]
         grad_total, vectors["post_norm"] = add_norm_backward(grad, grad_total, total, post_norm, second.inverse)
@@ -145,10 +147,10 @@ class PackedLayer(nn.Module):
 
         output = blocks.kept_operand(activations.attended.out)[1] if activations.output is None else activations.output
         grad = self._collect("output", blocks.gradients, grad_total, output)
-        first = self._first_half(activations.total, None, shared) if activations.first is None else activations.first
-        attention = self._layout, shared.pack, shared.attention, shared.scales_of(self.index)
+        first = self._first_half(activations.total, None, context) if activations.first is None else activations.first
+        attention = self._layout, context.pack, context.attention, context.scales_of(self.index)
         grad = packed_attention_backward(grad, first.rotated, activations.attended.for_backward, *attention)
-        grad, *of_norms = norm_rotate_backward(grad, first.qkv, *self._rotation(shared))
+        grad, *of_norms = norm_rotate_backward(grad, first.qkv, *self._rotation(context))
         vectors |= {name: each for name, each in zip(_HEAD_NORMS, of_norms, strict=True) if each is not None}
         if "qkv_bias" in self._values:
             of_bias = grad.sum(0, dtype=torch.float32)
@@ -159,21 +161,21 @@ class PackedLayer(nn.Module):
         grad, vectors["input_norm"] = add_norm_backward(grad, grad_total, activations.total, input_norm, first.inverse)
         return grad, vectors
 
-    def _collect(self, name: str, gradients: Callable[..., tuple[Tensor, Tensor]], *given: Any) -> Tensor:
+    def _collect(self, name: str, gradients: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> Tensor:
         """The gradient of a product's input. Its weight's is added to what packs before this one left: autograd would
         read both and write a third time."""
         collector: nn.Parameter = getattr(self, name)
-        grad, of_weight = gradients(*given, self._weights[name], collector.grad)
+        grad, of_weight = gradients(*arguments, self._weights[name], collector.grad)
         collector.grad = self._keep(f"layers.{self.index}.{name}", of_weight)
         return grad
 
-    def _first_half(self, x: Tensor, added: Tensor | None, shared: LayerContext) -> "FirstHalf":
-        total, inverse, operand, kept = self._blocks.kept_normed(x, added, self._norm("input_norm"))
+    def _first_half(self, x: Tensor, delta: Tensor | None, context: LayerContext) -> "FirstHalf":
+        total, inverse, operand, kept = self._blocks.kept_normed(x, delta, self._norm("input_norm"))
         qkv = self._biased(self._blocks.product(operand, self._weights["qkv"]))
-        return FirstHalf(total, inverse, kept, qkv, self._rotated(qkv, shared))
+        return FirstHalf(total, inverse, kept, qkv, self._rotated(qkv, context))
 
-    def _second_half(self, x: Tensor, added: Tensor | None) -> tuple["SecondHalf", Tensor, Operand]:
-        total, inverse, operand, kept = self._blocks.kept_normed(x, added, self._norm("post_norm"))
+    def _second_half(self, x: Tensor, delta: Tensor | None) -> tuple["SecondHalf", Tensor, Operand]:
+        total, inverse, operand, kept = self._blocks.kept_normed(x, delta, self._norm("post_norm"))
         inner = self._blocks.product(operand, self._weights["gate_up"])
         operand, kept_inner = self._blocks.kept_activated(inner)
         return SecondHalf(inverse, kept, inner, kept_inner), total, operand
@@ -185,26 +187,26 @@ class PackedLayer(nn.Module):
         """The rounding of `models.decoder.Decoder.fused_qkv`: torch adds BF16 values in FP32 and rounds once."""
         return qkv + self._values["qkv_bias"].bfloat16() if "qkv_bias" in self._values else qkv
 
-    def _rotated(self, qkv: Tensor, shared: LayerContext) -> Tensor:
-        return norm_rotate(qkv, *self._rotation(shared))
+    def _rotated(self, qkv: Tensor, context: LayerContext) -> Tensor:
+        return norm_rotate(qkv, *self._rotation(context))
 
-    def _rotation(self, shared: LayerContext) -> tuple[Any, ...]:
+    def _rotation(self, context: LayerContext) -> tuple[Any, ...]:
         q_norm, k_norm = (self._values.get(name) for name in _HEAD_NORMS)
         norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
-        return norms, shared.cos, shared.sin, shared.pack.positions, self._layout, self._eps
+        return norms, context.cos, context.sin, context.pack.positions, self._layout, self._eps
 
-    def _attended(self, rotated: Tensor, shared: LayerContext) -> AttentionOutput:
-        if shared.observe is not None:
-            shared.observe(self.index, heads_of(rotated, self._layout))
-        return packed_attention(rotated, self._layout, shared.pack, shared.attention, shared.scales_of(self.index))
+    def _attended(self, rotated: Tensor, context: LayerContext) -> AttentionOutput:
+        if context.observe is not None:
+            context.observe(self.index, heads_of(rotated, self._layout))
+        return packed_attention(rotated, self._layout, context.pack, context.attention, context.scales_of(self.index))
 
 
-def _fillings(stacks: Mapping[str, Stack], filled: Mapping[str, Stack]) -> dict[str, TilePadding]:
+def _fillings(stacks: Mapping[str, Stack], tile_stacks: Mapping[str, Stack]) -> dict[str, TilePadding]:
     paddings = dict[str, TilePadding]()
     for name in (*_LINEARS, "qkv_bias"):
-        if name in stacks and stacks[name] != filled[name]:
-            parts, rooms = (tuple(rows for _, rows in each[name].parts) for each in (stacks, filled))
-            columns, width = (math.prod(each[name].width) for each in (stacks, filled))
+        if name in stacks and stacks[name] != tile_stacks[name]:
+            parts, rooms = (tuple(rows for _, rows in each[name].parts) for each in (stacks, tile_stacks))
+            columns, width = (math.prod(each[name].width) for each in (stacks, tile_stacks))
             paddings[name] = TilePadding(parts, rooms, columns, width)
     return paddings
 
@@ -249,28 +251,28 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        added: Tensor | None,
+        delta: Tensor | None,
         run: Callable[..., tuple[Tensor, Tensor]],
         layer: PackedLayer,
-        shared: LayerContext,
+        context: LayerContext,
         *collectors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.layer = layer
-        ctx.shared = shared
+        ctx.shared = context
         ctx.kept = LayerActivations()
-        total, more = run(layer, x, added, shared, ctx.kept)
+        total, more = run(layer, x, delta, context, ctx.kept)
         ctx.save_for_backward(total)
         return total, more
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, grad_added: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_total: Tensor, grad_delta: Tensor) -> tuple[Tensor | None, ...]:
         (total,) = ctx.saved_tensors
         kept = ctx.kept
         ctx.kept = None
-        grad, vectors = ctx.layer.backward(grad_total, grad_added, total, ctx.shared, kept)
+        grad, vectors = ctx.layer.backward(grad_total, grad_delta, total, ctx.shared, kept)
         # The gradient of what was added to the residual stream is the stream's own.
-        of_added = grad if ctx.needs_input_grad[1] else None
-        return grad, of_added, None, None, None, *(vectors.get(name) for name, _ in ctx.layer.named_parameters())
+        of_delta = grad if ctx.needs_input_grad[1] else None
+        return grad, of_delta, None, None, None, *(vectors.get(name) for name, _ in ctx.layer.named_parameters())
 
 
 class PackedDecoder(nn.Module):
@@ -306,37 +308,37 @@ class PackedDecoder(nn.Module):
             prefix = f"layers.{index}."
             own = {name: masters.own(prefix + name) for name in layer_stacks(self.arch, index)}
             parts = {name: masters.parts(prefix + name) for name in own}
-            made = masters.gathered({prefix + name: each for name, each in layer.made(own, parts).items()})
-            layer.cache({name.removeprefix(prefix): each for name, each in made.items()})
+            stacks = masters.gathered({prefix + name: each for name, each in layer.made(own, parts).items()})
+            layer.cache({name.removeprefix(prefix): each for name, each in stacks.items()})
         # A GPU with all rows looks tokens up in the masters, and needs no narrow copy beside them.
-        outer = {"norm": (_rounded(masters.own("norm")),), "embedding": (masters.looked_up("embedding"),)}
+        outer = {"norm": (_to_bf16(masters.own("norm")),), "embedding": (masters.looked_up("embedding"),)}
         if self.head is not None:
             outer["head"] = (masters.own("head").bfloat16(),)
         self._values = {name: values for name, (values,) in masters.gathered(outer).items()}
         if self.head is None:
             self._values["head"] = self._values["embedding"].bfloat16()
 
-    def cache_shipped(self, shipped: Mapping[str, Tensor], device: torch.device) -> None:
+    def cache_engine_weights(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """From a policy that was exported in these blocks' formats, until `drop_weights`."""
 
         def joined(stack: Stack, suffix: str) -> Tensor:
-            parts = [shipped[name + suffix].to(device) for name, _ in stack.parts]
+            parts = [tensors[name + suffix].to(device) for name, _ in stack.parts]
             # torch joins bytes, and not codes.
             bits = [part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in parts]
             return torch.cat(bits).view(parts[0].dtype)
 
         for index, layer in enumerate(self.packed_layers()):
-            made = dict[str, Sequence[Tensor]]()
+            stacks = dict[str, Sequence[Tensor]]()
             for name, stack in layer_stacks(self.arch, index).items():
-                coded = stack.parts[0][0] + SCALE_SUFFIX in shipped
+                has_codes = stack.parts[0][0] + SCALE_SUFFIX in tensors
                 values = joined(stack, "")
-                narrow = [values] if name in _LINEARS else [_rounded(values)]
-                made[name] = [values, joined(stack, SCALE_SUFFIX)] if coded else narrow
-            layer.cache(made)
+                narrow = [values] if name in _LINEARS else [_to_bf16(values)]
+                stacks[name] = [values, joined(stack, SCALE_SUFFIX)] if has_codes else narrow
+            layer.cache(stacks)
         outer = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
         # Views would hold the memory of all that was shipped beside them.
-        self._values = {name: shipped[key].to(device, copy=True) for name, key in outer.items() if key in shipped}
-        self._values["norm"] = _rounded(self._values["norm"])
+        self._values = {name: tensors[key].to(device, copy=True) for name, key in outer.items() if key in tensors}
+        self._values["norm"] = _to_bf16(self._values["norm"])
         self._values.setdefault("head", self._values["embedding"])
 
     def drop_weights(self) -> None:
@@ -353,18 +355,18 @@ class PackedDecoder(nn.Module):
         observe: Observer | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens]."""
-        shared = LayerContext(pack, attention, self._cos, self._sin, scales, observe)
+        context = LayerContext(pack, attention, self._cos, self._sin, scales, observe)
         x: Tensor = _Lookup.apply(self.embedding, self._values["embedding"], tokens)  # type: ignore[no-untyped-call]
-        added: Tensor | None = None
+        delta: Tensor | None = None
         run = self._with_gradients if torch.is_grad_enabled() else PackedLayer.forward
         for layer in self.packed_layers():
-            x, added = run(layer, x, added, shared)
-        return norm_only(x, added, Norm(_given(self.norm, self._values["norm"]), self.arch.rms_norm_eps))
+            x, delta = run(layer, x, delta, context)
+        return norm_only(x, delta, Norm(_pass_gradient(self.norm, self._values["norm"]), self.arch.rms_norm_eps))
 
     def _with_gradients(
-        self, layer: PackedLayer, x: Tensor, added: Tensor | None, shared: LayerContext
+        self, layer: PackedLayer, x: Tensor, delta: Tensor | None, context: LayerContext
     ) -> tuple[Tensor, Tensor]:
-        total, more = _Layer.apply(x, added, self._run, layer, shared, *layer.parameters())  # type: ignore[no-untyped-call]
+        total, more = _Layer.apply(x, delta, self._run, layer, context, *layer.parameters())  # type: ignore[no-untyped-call]
         return total, more
 
     def packed_layers(self) -> Iterator[PackedLayer]:
@@ -373,7 +375,7 @@ class PackedDecoder(nn.Module):
             yield layer
 
 
-class _Given(torch.autograd.Function):
+class _PassGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, collector: Tensor, values: Tensor) -> Tensor:
         return values.view_as(values)
@@ -383,9 +385,9 @@ class _Given(torch.autograd.Function):
         return grad, None
 
 
-def _given(collector: Tensor, values: Tensor) -> Tensor:
-    given: Tensor = _Given.apply(collector, values)  # type: ignore[no-untyped-call]
-    return given
+def _pass_gradient(collector: Tensor, values: Tensor) -> Tensor:
+    result: Tensor = _PassGradient.apply(collector, values)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Lookup(torch.autograd.Function):
@@ -403,7 +405,7 @@ class _Lookup(torch.autograd.Function):
         return torch.ops.aten.embedding_dense_backward(grad.float(), tokens, ctx.rows, -1, False), None, None
 
 
-def _rounded(vector: Tensor) -> Tensor:
+def _to_bf16(vector: Tensor) -> Tensor:
     return vector.bfloat16().float()
 
 

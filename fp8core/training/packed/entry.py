@@ -103,10 +103,10 @@ def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
     if not tokens:
         return
     if config.precision.training.linear == "fp8_block":
-        computed = with_whole_tiles(arch)
-        yield from layer_products(computed, tokens)
-        yield from gradient_products(computed, tokens)
-        yield from weight_gradient_products(computed, tokens)
+        tile_arch = with_whole_tiles(arch)
+        yield from layer_products(tile_arch, tokens)
+        yield from gradient_products(tile_arch, tokens)
+        yield from weight_gradient_products(tile_arch, tokens)
     chunk = max(1, ChunkedHead.chunk_elements // arch.vocab_size)
     yield Product("bf16", arch.vocab_size, arch.hidden_size, range(1, min(chunk, tokens[-1]) + 1))
 
@@ -131,7 +131,7 @@ def _scoring(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple
 
 def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     """The weights of a pass, which every GPU has whole, and what it makes of them."""
-    recomputed = config.training.activation_checkpointing
+    recomputes = config.training.activation_checkpointing
     weight_bytes = stored_bytes(
         parameter_shapes(arch), training_formats(config.precision, arch.num_layers).stored_names()
     )
@@ -139,7 +139,7 @@ def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Ne
         Need("weights", weight_bytes.total, "as they are multiplied"),
         Need("quantised copies", weight_bytes.codes, "transposed FP8 codes for dgrad"),
         _gradients(config, arch, parallel),
-        Need("activations", _activations(config, arch), "layers recomputed" if recomputed else "all kept"),
+        Need("activations", _activations(config, arch), "layers recomputed" if recomputes else "all kept"),
         Need("workspace", _WORKSPACE, "estimate"),
     )
 
@@ -169,8 +169,8 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
     # A layer that is computed again keeps the stream before both halves, attention's result and its log-sum-exps.
     outside = BF16_BYTES * (2 * hidden + query) + FP32_BYTES * arch.num_heads
     layers = arch.num_layers
-    kept = outside * layers + inside if config.training.activation_checkpointing else inside * layers
-    return _longest_pack(config, arch) * kept
+    values = outside * layers + inside if config.training.activation_checkpointing else inside * layers
+    return _longest_pack(config, arch) * values
 
 
 MEMORY = TrainerMemory(
@@ -228,7 +228,7 @@ def _requirements() -> str:
 
 TRAINER = TrainerEntry(
     name="packed",
-    chosen=lambda training: training.trainer == "torch" and training.computes_packed,
+    is_chosen=lambda training: training.trainer == "torch" and training.computes_packed,
     build=_build,
     arithmetic="kernels",
     scores_updates=True,

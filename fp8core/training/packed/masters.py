@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8core.models.architecture import Architecture
 from fp8core.models.families import layer_parts
 from fp8core.models.weights import SCALE_SUFFIX, layer_of
-from fp8core.numerics.fingerprint import Slice, bytes_in_order, combined, digest_of, slice_sums
+from fp8core.numerics.fingerprint import Slice, bytes_in_order, combine_sums, digest_of, slice_sums
 from fp8core.numerics.recipe import TILE
 from fp8core.training.ranks import Ranks
 from fp8core.training.trainer import shares
@@ -107,43 +107,43 @@ class SharedRows:
         """By Hugging Face name."""
         return own_rows(self.shapes[name][0], self._ranks.rank, self._ranks.count)
 
-    def gathered(self, made: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
+    def gathered(self, parts: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
         """Whole tensors from what each rank made of its rows: a tensor, or codes and scales of tiles."""
         items = [
             (tensor, [rows for _, rows in self._stacks[name].parts], step)
-            for name, tensors in made.items()
+            for name, tensors in parts.items()
             for tensor, step in zip(tensors, (1, TILE), strict=False)
         ]
         whole = iter(self._gathered(items))
-        return {name: [next(whole) for _ in tensors] for name, tensors in made.items()}
+        return {name: [next(whole) for _ in tensors] for name, tensors in parts.items()}
 
-    def joined(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def joined(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `gathered`, one layer at a time; tensors by Hugging Face name, scales by theirs."""
         shapes = self.shapes
-        joined = dict[str, Tensor]()
-        for _, names in groupby(made, layer_of):
+        whole_tensors = dict[str, Tensor]()
+        for _, names in groupby(parts, layer_of):
             unit = list(names)
             bases = [name.removesuffix(SCALE_SUFFIX) for name in unit]
             whole = self._gathered(
                 [
-                    (made[name], [shapes[base][0]], 1 if name == base else TILE)
+                    (parts[name], [shapes[base][0]], 1 if name == base else TILE)
                     for name, base in zip(unit, bases, strict=True)
                 ]
             )
-            joined |= zip(unit, whole, strict=True)
-        return joined
+            whole_tensors |= zip(unit, whole, strict=True)
+        return whole_tensors
 
-    def _gathered(self, made: Sequence[tuple[Tensor, list[int], int]]) -> list[Tensor]:
+    def _gathered(self, own_parts: Sequence[tuple[Tensor, list[int], int]]) -> list[Tensor]:
         """From own rows of each, the rows of its parts, and how many of them a row stands for."""
         if self._ranks.count == 1:
-            return [tensor for tensor, _, _ in made]
-        pieces = [self._pieces(*each) for each in made]
+            return [tensor for tensor, _, _ in own_parts]
+        pieces = [self._pieces(*each) for each in own_parts]
         sizes = [[part[rank] for parts in pieces for part in parts] for rank in range(self._ranks.count)]
-        flat = torch.cat([bytes_in_order(tensor) for tensor, _, _ in made])
-        received = self._ranks.gathered(flat, [sum(each) for each in sizes])
-        split = [iter(flat_part.split(each)) for flat_part, each in zip(received, sizes, strict=True)]
+        flat = torch.cat([bytes_in_order(tensor) for tensor, _, _ in own_parts])
+        values = self._ranks.gathered(flat, [sum(each) for each in sizes])
+        split = [iter(flat_part.split(each)) for flat_part, each in zip(values, sizes, strict=True)]
         wholes = list[Tensor]()
-        for (tensor, _, _), parts in zip(made, pieces, strict=True):
+        for (tensor, _, _), parts in zip(own_parts, pieces, strict=True):
             whole = torch.cat([next(each) for _ in parts for each in split])
             wholes.append(whole.view(tensor.dtype).view(-1, *tensor.shape[1:]))
         return wholes
@@ -161,10 +161,10 @@ class SharedRows:
                     own = own_rows(rows, rank, count)
                     rows_of_rank.append(part[own.start : own.stop].reshape(-1))
         names = list(gradients)
-        received = self._ranks.exchange([torch.cat(rows_of_rank) for rows_of_rank in parts])
+        rank_rows = self._ranks.exchange([torch.cat(rows_of_rank) for rows_of_rank in parts])
 
         def summed() -> dict[str, Tensor]:
-            total, *others = received()
+            total, *others = rank_rows()
             for other in others:
                 total = total + other
             stacks = [self._stacks[name] for name in names]
@@ -239,7 +239,7 @@ class Masters(SharedRows):
 
     def digest(self) -> str:
         own = self.named()
-        digits = combined(self._ranks.joined([slice_sums([self.slice_of(*each) for each in own.items()])]))
+        digits = combine_sums(self._ranks.joined([slice_sums([self.slice_of(*each) for each in own.items()])]))
         return digest_of({name: ("float32", self.shapes[name], each) for name, each in zip(own, digits, strict=True)})
 
     def describe(self) -> dict[str, object]:
@@ -257,7 +257,7 @@ class Masters(SharedRows):
         gradients: dict[str, Tensor] = {}
         # The order of a backward, so that what is whole goes as early as it can.
         for unit in reversed(self.units):
-            gradients |= self.summing({name: _taken(collectors[name]) for name in unit})()
+            gradients |= self.summing({name: _take_values(collectors[name]) for name in unit})()
         return gradients
 
     def drop_gradients(self) -> None:
@@ -293,8 +293,8 @@ class PassMasters(Masters):
         self._exchanges += 1
         self._add(arriving())
 
-    def _add(self, arrived: Mapping[str, Tensor]) -> None:
-        for name, gradient in arrived.items():
+    def _add(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
             before = self._sums.get(name)
             self._sums[name] = gradient if before is None else before.add_(gradient)
 
@@ -309,7 +309,7 @@ class PassMasters(Masters):
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         gradients: dict[str, Tensor] = {}
         for unit in reversed(self.units):
-            whole = {name: _taken(collectors[name]) for name in unit if name not in self._sums}
+            whole = {name: _take_values(collectors[name]) for name in unit if name not in self._sums}
             gradients |= self.summing(whole)() | {name: self._sums[name] for name in unit if name in self._sums}
         self.drop_gradients()
         return gradients
@@ -320,19 +320,19 @@ class PassMasters(Masters):
         self._travelling = dict
 
 
-def _taken(collector: Tensor) -> Tensor:
+def _take_values(collector: Tensor) -> Tensor:
     """The gradient, which the collector gives away; zeros where no part of this rank has reached it."""
     gradient = collector.grad
     collector.grad = None
     return torch.zeros_like(collector, memory_format=torch.contiguous_format) if gradient is None else gradient
 
 
-def balanced(costs: Sequence[int], ranks: int) -> list[int]:
+def balance(costs: Sequence[int], ranks: int) -> list[int]:
     """Indices of parts in an order in which the contiguous shares of all ranks cost about the same (longest processing
     time first)."""
     room = [part.stop - part.start for part in shares(len(costs), ranks)]
-    given: list[list[int]] = [[] for _ in room]
+    of_rank: list[list[int]] = [[] for _ in room]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        open_ranks = [rank for rank, most in enumerate(room) if len(given[rank]) < most]
-        given[min(open_ranks, key=lambda rank: sum(costs[each] for each in given[rank]))].append(index)
-    return [index for share in given for index in sorted(share)]
+        open_ranks = [rank for rank, most in enumerate(room) if len(of_rank[rank]) < most]
+        of_rank[min(open_ranks, key=lambda rank: sum(costs[each] for each in of_rank[rank]))].append(index)
+    return [index for share in of_rank for index in sorted(share)]

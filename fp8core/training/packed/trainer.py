@@ -38,7 +38,7 @@ from fp8core.training.optimisers.optimiser import Update, rules_of
 from fp8core.training.packed.adapted import AdaptedMasters, PackedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks, InvariantBf16Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder
-from fp8core.training.packed.masters import Masters, PassMasters, balanced
+from fp8core.training.packed.masters import Masters, PassMasters, balance
 from fp8core.training.packing import Pack, even_groups
 from fp8core.training.ranks import ALONE, Ranks, together
 from fp8core.training.saved_state import (
@@ -103,7 +103,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             collector.requires_grad_(self._masters.collects(name))
         bf16 = Bf16Attention(formats.training.points.weights)
         forms = formats.training.attention, bf16
-        self._attention, self._unscaled = (PackedAttention(form, formats.longest) for form in forms)
+        self._attention, self._attention_without_scales = (PackedAttention(form, formats.longest) for form in forms)
         self._gradients: dict[str, Tensor] = {}
         self._optimiser = InPlaceOptimiser(training.optimiser, self._masters.trainable(), self._masters.learnt_shapes)
         tiles = sampled_tiles(learning_linears(self._masters.shapes, training.lora))
@@ -126,14 +126,14 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         return store.put_tensors("weights", self._masters.named())
 
     def describe(self) -> dict[str, object]:
-        said: dict[str, object] = {"trainer": "torch", "accumulation": "exact"}
+        description: dict[str, object] = {"trainer": "torch", "accumulation": "exact"}
         if self._device.type == "cuda":
             # The two kernels differ in bytes, and a replay can be on a host that has the other one.
             backward = attention_backward.describe(self.arch.head_dim, self._device)
-            said |= {"accumulation": "hopper", "attention_backward": backward}
+            description |= {"accumulation": "hopper", "attention_backward": backward}
         # A contract may leave the points to the engine (`stepwise`); the kernels have their own.
         points = {"rounding_points": KERNELS.name}
-        return {**said, **self._formats.training.describe(), **points, **self._masters.describe()}
+        return {**description, **self._formats.training.describe(), **points, **self._masters.describe()}
 
     def _to_ship(self) -> ShippedTensors:
         # In one buffer: that is shared fast.
@@ -149,9 +149,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         """Raises GroupNotFinite: a linear met NaN or infinity, which kernels only note."""
-        scored = super().logprobs(batch, temperature, scales)
+        score = super().logprobs(batch, temperature, scales)
         self._check_finite()
-        return scored
+        return score
 
     @torch.no_grad()
     def statistics(self, batch: TokenBatch) -> KvStatistics:
@@ -159,12 +159,12 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         statistics = self._no_statistics()
         slices = list(self._slices(batch))
         for index in self._ranks.own(len(slices)):
-            self._hidden(self._packed(slices[index][1]), self._unscaled, (), statistics)
+            self._hidden(self._pack(slices[index][1]), self._attention_without_scales, (), statistics)
         self._check_finite()
         self._ranks.combine_counts(statistics.combine)
         return statistics
 
-    def _packed(self, batch: TokenBatch) -> Pack:
+    def _pack(self, batch: TokenBatch) -> Pack:
         assert batch.experts is None, "experts are not packed"
         sequences = PackedSequences.of(batch.valid.sum(-1).tolist())
         return Pack.of(batch, slice(0, len(batch)), sequences).to(self._device)
@@ -192,8 +192,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         scales: Scales,
         statistics: KvStatistics | None = None,
     ) -> Scores:
-        pack = self._packed(batch)
-        with _deterministic(self._config.deterministic):
+        pack = self._pack(batch)
+        with _determinism(self._config.deterministic):
             hidden = self._hidden(pack, self._attention, scales, statistics)
             # Each written token is predicted by the position before it.
             head = PackedHead(weights, self._formats.training.head.output, temperature)
@@ -208,7 +208,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         lengths = [packed_length(length) for length in batch.valid.sum(-1).tolist()]
         share = math.ceil(sum(lengths) / self._ranks.count)
         groups = even_groups(lengths, min(self._config.tokens_per_pass, share), self._ranks.count)
-        for index in balanced([pass_cost(self.arch, lengths[rows]) for rows in groups], self._ranks.count):
+        for index in balance([pass_cost(self.arch, lengths[rows]) for rows in groups], self._ranks.count):
             rows = groups[index]
             yield rows, batch.part(rows, int(batch.valid[rows].sum(-1).max()))
 
@@ -219,16 +219,16 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._decoder.cache_weights(self._masters)
         return self._decoder.head_weight()[1]
 
-    def _unlike_shipped(self) -> dict[str, Tensor] | None:
+    def _other_weights(self) -> dict[str, Tensor] | None:
         training = self._formats.training
         return None if training.stored_names() == self._formats.rollout.stored_names() else self._stored(training)
 
-    def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> Tensor:
+    def _engine_weights(self, engine_weights: Mapping[str, Tensor]) -> Tensor:
         self._decoder.drop_weights()
-        self._decoder.cache_shipped(shipped, self._device)
+        self._decoder.cache_engine_weights(engine_weights, self._device)
         return self._decoder.head_weight()[1]
 
-    def _drop_shipped(self) -> None:
+    def _drop_engine_weights(self) -> None:
         self._decoder.drop_weights()
 
     def _training_weights(self) -> Tensor:
@@ -239,7 +239,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         return self._inference_weights()
 
     def _backward(self, loss: Tensor, last: bool) -> None:
-        with _deterministic(self._config.deterministic):
+        with _determinism(self._config.deterministic):
             torch.autograd.backward(loss)
 
     def _end_parts(self, parts: int) -> None:
@@ -276,7 +276,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def save(self, folder: Path) -> None:
         """The files do not depend on the number of ranks, each of which writes its rows."""
         moments = self._optimiser.moments()
-        form = STORED[self._config.optimiser.state]
+        form = STORED_DTYPES[self._config.optimiser.state]
         shapes = self._masters.learnt_shapes
         digest = self.digest()
         masters = [StoredSpec(name, "F32", shape) for name, shape in shapes.items()]
@@ -324,29 +324,29 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
 def pass_cost(arch: Architecture, lengths: Sequence[int]) -> int:
     """Multiplications of a forward pass over sequences of these lengths."""
-    multiplied = count_parameters(arch).linear
-    attended = arch.num_heads * arch.head_dim * arch.num_layers
-    return sum(length * (multiplied + attended * length) for length in lengths)
+    linear_weights = count_parameters(arch).linear
+    attention_width = arch.num_heads * arch.head_dim * arch.num_layers
+    return sum(length * (linear_weights + attention_width * length) for length in lengths)
 
 
 @contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
+def _determinism(wanted: bool) -> Iterator[None]:
     """torch has one switch for the whole process."""
     before = torch.are_deterministic_algorithms_enabled()
     settings = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
+    fill_before = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted or before)
     # Filling what is about to be overwritten costs a pass over memory and changes no result.
-    settings.fill_uninitialized_memory = filled and not wanted  # type: ignore[attr-defined]
+    settings.fill_uninitialized_memory = fill_before and not wanted  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        settings.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        settings.fill_uninitialized_memory = fill_before  # type: ignore[attr-defined]
 
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STORED = {"fp32": "F32", "bf16": "BF16"}
+STORED_DTYPES = {"fp32": "F32", "bf16": "BF16"}
 
 
 class InPlaceOptimiser:

@@ -142,7 +142,7 @@ def test_a_password_is_used_and_is_nowhere_but_in_the_configuration(
     resume(copy.folder)
     main(["verify", str(copy.folder)])
     printed = capfd.readouterr()
-    assert f"the same head in MLflow run {read_record(copy.folder).mlflow.run_id} in {shown}" in printed.out
+    assert f"the same tip in MLflow run {read_record(copy.folder).mlflow.run_id} in {shown}" in printed.out
     held = [path for place in (copy.folder, server.root) for path in place.rglob("*") if path.is_file()]
     assert server.root / "mlflow.db" in held
     assert [path for path in held if b"hunter2" in path.read_bytes()] == []

@@ -24,10 +24,10 @@ def test_a_step_that_is_logged_again_leaves_the_same_rows(runs: Path, tracker: M
     many = few | {f"kv/{layer}": 1.0 for layer in range(1500)}
     tracker.log_step(1, few, 1_700_000_000_123, {})
     for _ in range(2):
-        tracker.log_step(1, many, 1_700_000_000_123, {"chain_head": "1:a"})
+        tracker.log_step(1, many, 1_700_000_000_123, {"chain_tip": "1:a"})
     rows = metric_rows(runs, tracker.run_id)
     assert rows == sorted((key, 1, value, 1_700_000_000_123) for key, value in many.items())
-    assert tracker.client.get_run(tracker.run_id).data.tags["chain_head"] == "1:a"
+    assert tracker.client.get_run(tracker.run_id).data.tags["chain_tip"] == "1:a"
 
 
 def test_a_run_is_found_by_its_training_and_folder(open_tracker: Callable[..., MlflowTracker]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fp8core.alignment.bounds import BOUNDED, StopBounds, crossed, stop_bounds, unverifiable
+from fp8core.alignment.bounds import BOUND_METRICS, StopBounds, first_crossing, stop_bounds, unverifiable
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 
@@ -21,7 +21,7 @@ def of(config: str = "tiny", **overrides: Any) -> StopBounds:
 
 def steps(count: int = 1, **changed: float) -> list[dict[str, float]]:
     healthy = {"error": 1.0, "effective_sample_size": 1.0, "probe_error": 1.0}
-    return [{BOUNDED[name].name: (healthy | changed).get(name, 0.0) for name in BOUNDED}] * count
+    return [{BOUND_METRICS[name].name: (healthy | changed).get(name, 0.0) for name in BOUND_METRICS}] * count
 
 
 @pytest.mark.parametrize(
@@ -103,21 +103,21 @@ def test_the_line_says_on_which_side_of_a_bound_a_run_fails() -> None:
     ],
 )
 def test_a_bound_that_is_crossed_is_named(name, value, reason) -> None:
-    found = crossed(of(), steps(2, **{name: value}))
+    found = first_crossing(of(), steps(2, **{name: value}))
     assert found is not None
     assert found.reason == reason
 
 
 def test_a_lower_bound_is_crossed_from_above() -> None:
     bounds = of(**{"alignment.stop.effective_sample_size": 0.9})
-    assert crossed(bounds, steps(effective_sample_size=0.95)) is None
-    found = crossed(bounds, steps(effective_sample_size=0.25))
+    assert first_crossing(bounds, steps(effective_sample_size=0.95)) is None
+    found = first_crossing(bounds, steps(effective_sample_size=0.25))
     assert found is not None
     assert found.reason == "alignment.stop.effective_sample_size=0.9: below it for 1 step (0.25)"
 
 
 def test_different_bounds_crossed_in_turn_are_not_one_crossed_for_long() -> None:
-    assert crossed(of(**{"alignment.stop.k3": 0.01}), steps(k3=0.5) + steps(error=9.0)) is None
+    assert first_crossing(of(**{"alignment.stop.k3": 0.01}), steps(k3=0.5) + steps(error=9.0)) is None
 
 
 def test_a_bound_on_what_nobody_measures_is_refused() -> None:
@@ -128,4 +128,4 @@ def test_a_bound_on_what_nobody_measures_is_refused() -> None:
     metrics = steps()[0]
     del metrics["alignment/k3_kl"]
     with pytest.raises(UserError, match=expected):
-        crossed(of(**{"alignment.stop.k3": 0.01}), [metrics])
+        first_crossing(of(**{"alignment.stop.k3": 0.01}), [metrics])

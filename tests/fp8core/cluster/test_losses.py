@@ -48,10 +48,10 @@ def test_a_folder_of_runs_that_a_process_does_not_see_is_refused_by_its_name(add
     """Each process sees its own working folder under one name, as nodes that share no volume do."""
     monkeypatch.chdir(tmp_path)
     with ranks(address, 1) as workers:
-        workers.check_shared(tmp_path)
+        workers.check_shared_folder(tmp_path)
         where = rf"process {workers.ranks[0].place.pid} on \S+"
         with pytest.raises(UserError, match=rf"^cluster: {where} does not see /proc/self/cwd; "):
-            workers.check_shared(Path("/proc/self/cwd"))
+            workers.check_shared_folder(Path("/proc/self/cwd"))
         assert workers.alive
     assert not list(tmp_path.iterdir())
 

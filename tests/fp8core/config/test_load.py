@@ -8,7 +8,7 @@ import pytest
 
 from fp8core.config.layers import leaves
 from fp8core.config.load import (
-    SHIPPED,
+    CONFIGS,
     config_digest,
     load_config,
     may_continue,
@@ -47,7 +47,7 @@ def needs(config: RunConfig, name: str) -> dict[str, str | None]:
 
 def test_every_shipped_file_is_a_configuration_or_the_base_of_one() -> None:
     assert {"gsm8k", "tiny"} <= set(shipped_names())
-    assert {path.stem for path in SHIPPED.glob("*.yaml")} - set(shipped_names()) == {"pipeline"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} - set(shipped_names()) == {"pipeline"}
 
 
 def test_a_file_extends_a_base_and_mappings_merge_while_lists_replace(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_origins_name_file_and_line_override_and_default(tmp_path: Path) -> None
     assert found["seed"] == f"{path}:2"
     file, _, line = found["steps"].partition(":")
     assert file == "configs/tiny.yaml"
-    assert (SHIPPED / "tiny.yaml").read_text(encoding="utf-8").splitlines()[int(line) - 1].startswith("steps: ")
+    assert (CONFIGS / "tiny.yaml").read_text(encoding="utf-8").splitlines()[int(line) - 1].startswith("steps: ")
     assert found["training.learning_rate"] == "--set"
     assert found["pipeline.steps.rollout.with.x"] == "--set"
     assert found["revision"] == "default"

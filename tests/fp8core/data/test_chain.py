@@ -33,7 +33,7 @@ def test_running_values(question: str, values: str) -> None:
 def test_the_stream_of_a_seed_stays(source: ChainSource, digest: str) -> None:
     """Recorded runs are made again from their seeds: other questions for a seed are another task."""
     rows = [row.question + row.completion for row in source.demonstrations(3, 300, 7, 0.45)]
-    rows += [row.question + row.reference for row in (*source.training(5, 300, 2), *source.heldout(100))]
+    rows += [row.question + row.answer for row in (*source.training(5, 300, 2), *source.heldout(100))]
     assert hashlib.sha256("\n".join(rows).encode()).hexdigest()[:6] == digest
 
 
@@ -44,7 +44,7 @@ def test_training_is_pure_and_never_held_out(step: int, count: int, seed: int) -
     assert problems == ChainSource(ChainTaskConfig(min_operands=2, max_operands=7)).training(step, count, seed)
     assert len(problems) == count
     assert not any(is_heldout(problem.question) for problem in problems)
-    assert all(problem.reference == running_values(problem.question)[-1] for problem in problems)
+    assert all(problem.answer == running_values(problem.question)[-1] for problem in problems)
 
 
 def test_heldout_is_fixed_different_and_a_prefix_of_more() -> None:

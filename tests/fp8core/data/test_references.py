@@ -66,10 +66,10 @@ def test_skip_that_leaves_nothing_is_refused(tmp_path: Path, bpe_tokenizer: Toke
 class Counting(InProcess):
     def __init__(self) -> None:
         super().__init__("integer", IntegerVerifier())
-        self.asked = list[str]()
+        self.references = list[str]()
 
     def faults(self, references: list[tuple[str, str]]) -> list[str | None]:
-        self.asked.extend(reference for _, reference in references)
+        self.references.extend(reference for _, reference in references)
         return super().faults(references)
 
 
@@ -78,4 +78,4 @@ def test_equal_references_are_checked_once(tmp_path: Path) -> None:
     verifier = Counting()
     found = readable(problems, config_of(tmp_path / "rows.jsonl", **{"data.unreadable": "skip"}), verifier)
     assert [row.problem.place for row in found.left_out] == ["rows:7"]
-    assert len(verifier.asked) == 21
+    assert len(verifier.references) == 21

@@ -13,7 +13,7 @@ from fp8core.data.prompt import encode_prompt, problem
 from fp8core.data.source import problem_from_row, read_file
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.rewards.integer import reference_integer
+from fp8core.rewards.integer import answer_integer
 
 NESTED = DataConfig(
     source="rows.parquet",
@@ -48,7 +48,7 @@ def test_rows_of_verl(tmp_path: Path, name: str) -> None:
     """Its reference is the number alone, which `integer` reads."""
     rows = read_file(stored(tmp_path / name, [verl_row(1), verl_row(2)]), NESTED)
     assert [row.question[:5] for row in rows] == ["1+1=?", "2+1=?"]
-    assert [reference_integer(row.reference, row.question) for row in rows] == [2, 3]
+    assert [answer_integer(row.answer, row.question) for row in rows] == [2, 3]
     assert [row.columns for row in rows] == ['{"extra_info.index": 1}', '{"extra_info.index": 2}']
 
 
@@ -159,7 +159,7 @@ def test_a_verifier_gets_the_columns_that_are_configured(loop_run, small_checkpo
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "judge.py").write_text(
-        "def score(prompt, completion, reference, finish, columns, scale):\n"
+        "def score(prompt, completion, answer, finish, columns, scale):\n"
         "    return scale * (f'user\\n{columns[\"unit\"][1:]}?' in prompt and columns['tests'] == [1, {'a': None}])\n"
     )
     data = {"source": str(tmp_path / "rows.jsonl"), **MESSAGES.model_dump(include={"messages_field", "columns"})}

@@ -73,7 +73,7 @@ def test_repeated_questions_are_kept_once_with_the_first_answer() -> None:
 def test_too_few_rows() -> None:
     with pytest.raises(UserError, match=r"rows: evaluation\.prompts=50, but \d rows are held out .*; lower it, give"):
         RowSource(numbered(40), "rows").heldout(50)
-    train = next(row for row in numbered(40) if not is_heldout(row.asked))
+    train = next(row for row in numbered(40) if not is_heldout(row.whole_question))
     with pytest.raises(UserError, match=r"but 0 rows .*; give more different rows, or set evaluation\.source$"):
         RowSource([train] * 600, "rows").heldout(1)
     with pytest.raises(UserError, match="rows: all 3 questions are held out, none is left"):
@@ -219,7 +219,7 @@ def check(data: Path, tokenizer: Tokenizer, **settings: object) -> None:
 )
 def test_a_bug_in_a_verifier_is_found_without_the_policy(tmp_path, line, said) -> None:
     place = tmp_path / "own.py"
-    place.write_text(f"def score(prompt, completion, reference, finish):\n    {line}\n")
+    place.write_text(f"def score(prompt, completion, answer, finish):\n    {line}\n")
     config = load_config("tiny", {"reward.verifier": f"{place}:score"})
     with closing(build_verifier(config.reward)) as verifier:
         found = failed_answer(Problem("one", "How many?", "7 apples"), config, verifier)
@@ -228,7 +228,7 @@ def test_a_bug_in_a_verifier_is_found_without_the_policy(tmp_path, line, said) -
 
 def test_a_verifier_that_returns_no_verdict_is_refused(tmp_path) -> None:
     place = tmp_path / "own.py"
-    place.write_text("def score(prompt, completion, reference, finish):\n    return completion\n")
+    place.write_text("def score(prompt, completion, answer, finish):\n    return completion\n")
     config = load_config("tiny", {"reward.verifier": f"{place}:score"})
     said = r"own\.py:score: the verifier returned str, not a number, None or a Verdict$"
     with closing(build_verifier(config.reward)) as verifier, pytest.raises(UserError, match=said):

@@ -15,7 +15,7 @@ from fp8core.evaluation.measure import (
     score_estimate,
     score_prompt,
 )
-from fp8core.rewards.scorer import RIGHT, Verdict, unparsed, wrong
+from fp8core.rewards.scorer import RIGHT, Verdict, unparsed_answer, wrong
 
 
 @pytest.mark.parametrize(("samples", "right"), [(1, 0), (1, 1), (5, 0), (6, 2), (7, 7)])
@@ -59,7 +59,7 @@ def measured(*prompts: list[Verdict], k: tuple[int, ...] = (1, 3)) -> Measuremen
 def test_equal_wrong_answers_vote_together_and_silence_has_no_vote() -> None:
     together = score_prompt("p", [RIGHT, wrong("answer 17"), wrong("answer 17")], (3,))
     apart = score_prompt("p", [RIGHT, wrong("answer 17"), wrong("answer 19")], (3,))
-    silent = score_prompt("p", [RIGHT, unparsed("no ####"), Verdict(0.0, "timeout", "late")], (3,))
+    silent = score_prompt("p", [RIGHT, unparsed_answer("no ####"), Verdict(0.0, "timeout", "late")], (3,))
     assert [score.measured["majority"] for score in (together, apart, silent)] == [0.0, pytest.approx(1 / 3), 1.0]
     assert together.measured["pass@3"] == 1.0
     assert silent.outcomes == {"right": 1, "unparsed": 1, "timeout": 1}

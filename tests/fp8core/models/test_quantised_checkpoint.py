@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, rep
 
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import find_checkpoint, initial_weights, save_checkpoint
-from fp8core.models.quantised_checkpoint import write_quantised
+from fp8core.models.quantised_checkpoint import write_fp8_checkpoint
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.recipe import FP32, POW2, Grouping
@@ -29,7 +29,7 @@ def equal(left: Tensor, right: Tensor) -> bool:
 
 
 def quantise(source: Path, target: Path, tiles: Grouping = POW2.weights, **ends: int) -> Path:
-    write_quantised(source, target, tiles, **ends)
+    write_fp8_checkpoint(source, target, tiles, **ends)
     return target
 
 

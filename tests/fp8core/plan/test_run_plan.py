@@ -6,7 +6,7 @@ import pytest
 
 from fp8core.config.load import load_config, shipped_names
 from fp8core.errors import UserError
-from fp8core.models.hub import PUBLISHED, model_shape
+from fp8core.models.hub import HUB_ARCHITECTURES, model_shape
 from fp8core.plan.run_plan import check_fit, fit_summary, plan_run
 from fp8core.report.text import plan_text
 from fp8core.resources.memory import GPUS, Device, Machine
@@ -133,7 +133,7 @@ def test_a_host_is_refused_by_what_is_needed_for_certain(configured):
 @pytest.mark.parametrize("name", shipped_names())
 def test_every_shipped_configuration_has_a_plan(name):
     config = load_config(name, {"model": "Qwen/Qwen3-8B-Base"} if name.startswith("gsm8k") else {})
-    if config.model is not None and config.model not in PUBLISHED:
+    if config.model is not None and config.model not in HUB_ARCHITECTURES:
         pytest.skip("its model is in a folder that a user makes")
     machine = Machine(GPUS["h200"], None)
     plan = plan_run(config, model_shape(config), machine)

@@ -53,12 +53,12 @@ def test_of_a_run_that_generates_ahead_a_share_is_compared_with_the_writers_of_i
     pipeline = {"mode": "asynchronous", "ahead_tokens": 3, "chunk_tokens": 3, "verified_share": 0.0625}
     run = loop_run("ahead", pipeline=pipeline, **{"training.learning_rate": 1e-3})
     data = read_run(run.folder, "run")
-    assert not data.damaged
+    assert not data.damage_lines
     completions = [done for asked in data.examples for done in asked.completions]
-    assert {done.unverified for done in completions} == {False, True}
+    assert {done.has_no_logprobs for done in completions} == {False, True}
     for done in completions:
-        assert {piece.level for piece in done.pieces} == {None if done.unverified else 0}
-    assert report_html([data]).count(", not compared</p>") == sum(done.unverified for done in completions)
+        assert {piece.level for piece in done.pieces} == {None if done.has_no_logprobs else 0}
+    assert report_html([data]).count(", not compared</p>") == sum(done.has_no_logprobs for done in completions)
 
 
 def test_early_and_late_steps_with_their_rewards_and_the_text_of_the_tokens(run_copy) -> None:

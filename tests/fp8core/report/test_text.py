@@ -7,7 +7,7 @@ from fp8core.config.step_graph import StepGraph, check_pipeline
 from fp8core.config.steps import StepSpec
 from fp8core.evaluation.measure import EvaluationResult, measure, paired_differences, score_prompt
 from fp8core.report.text import evaluation_text, pipeline_text
-from fp8core.rewards.scorer import RIGHT, crashed, wrong
+from fp8core.rewards.scorer import RIGHT, scorer_crash, wrong
 
 SPECS = {
     "m:end": StepSpec("end", {"policy": "policy"}, {"rollouts": "rollouts", "statistics": "statistics"}),
@@ -34,7 +34,7 @@ def test_an_evaluation_says_every_estimate_difference_and_outcome():
         measure([score_prompt(f"p{i}", each, (1, 2)) for i, each in enumerate(prompts)], [3, 4, 5, 6], 0)
         for prompts in (
             [[RIGHT, RIGHT], [wrong("answer 1"), RIGHT]],
-            [[RIGHT, wrong("answer 2")], [wrong("answer 1"), crashed("oops")]],
+            [[RIGHT, wrong("answer 2")], [wrong("answer 1"), scorer_crash("oops")]],
         )
     )
     result = EvaluationResult(

@@ -14,7 +14,7 @@ import os, time
 from fp8core.rewards.scorer import Verdict
 
 
-def score(prompt, completion, reference, finish):
+def score(prompt, completion, answer, finish):
     return eval(completion)
 
 

@@ -70,5 +70,5 @@ def test_a_malformed_reference_is_the_datas_mistake(reference: str) -> None:
 @pytest.mark.parametrize(("name", "rows"), [("train.jsonl.gz", 7473), ("test.jsonl.gz", 1319)])
 def test_every_reference_of_gsm8k_is_right(name: str, rows: int) -> None:
     problems = read_file(GSM8K / name, DataConfig())
-    verdicts = [VERIFIER.score(p.question, p.reference, p.reference, "stop") for p in problems]
+    verdicts = [VERIFIER.score(p.question, p.answer, p.answer, "stop") for p in problems]
     assert [verdict.outcome for verdict in verdicts] == ["right"] * rows

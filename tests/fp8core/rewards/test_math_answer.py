@@ -11,7 +11,7 @@ from fp8core.config.data import DataConfig
 from fp8core.data.source import read_file
 from fp8core.rewards.final_answer import Unreadable, final_answer
 from fp8core.rewards.scorer import RIGHT, Verdict
-from fp8core.rewards.verifier import Answer, VerifierPool
+from fp8core.rewards.verifier import ScoreRequest, VerifierPool
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 # Each alone, after the marker and in a box.
@@ -31,7 +31,7 @@ def pool(start_pool: Callable[..., VerifierPool]) -> VerifierPool:
 
 
 def ask(pool: VerifierPool, completion: str, reference: str = "#### 18", finish: str = "stop") -> Verdict:
-    return pool.verify([Answer("How many?", completion, reference, finish)])[0]
+    return pool.verify([ScoreRequest("How many?", completion, reference, finish)])[0]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_record_names_the_libraries(pool: VerifierPool) -> None:
 @pytest.mark.parametrize(("name", "rows"), [("train.jsonl.gz", 7473), ("test.jsonl.gz", 1319)])
 def test_every_reference_of_gsm8k_is_right(pool: VerifierPool, name: str, rows: int) -> None:
     problems = read_file(GSM8K / name, DataConfig())
-    verdicts = pool.verify([Answer(p.question, p.reference, p.reference, "stop") for p in problems])
+    verdicts = pool.verify([ScoreRequest(p.question, p.answer, p.answer, "stop") for p in problems])
     assert [verdict.outcome for verdict in verdicts] == ["right"] * rows
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import RIGHT, Verdict
-from fp8core.rewards.verifier import Answer, VerifierPool
+from fp8core.rewards.verifier import ScoreRequest, VerifierPool
 
 StartPool = Callable[..., VerifierPool]
 
@@ -25,7 +25,7 @@ def impatient(start_pool: StartPool, hostile_file: Path) -> VerifierPool:
 
 
 def ask(pool: VerifierPool, *completions: str) -> list[Verdict]:
-    return pool.verify([Answer("?", completion, "18", "stop") for completion in completions])
+    return pool.verify([ScoreRequest("?", completion, "18", "stop") for completion in completions])
 
 
 def test_verdicts_come_in_the_order_of_the_answers(pool: VerifierPool) -> None:
@@ -83,7 +83,7 @@ def test_closing_ends_the_processes(start_pool: StartPool, hostile_file: Path) -
 
 def test_what_was_begun_is_checked_once(pool: VerifierPool, tmp_path: Path) -> None:
     noted = [f"open({str(tmp_path / str(number))!r}, 'a').write('x') == 1" for number in range(20)]
-    answers = [Answer("?", completion, "18", "stop") for completion in noted]
+    answers = [ScoreRequest("?", completion, "18", "stop") for completion in noted]
     pool.begin(answers[:10])
     pool.begin(answers)
     assert pool.verify([*answers, *answers]) == [RIGHT] * 40
@@ -115,7 +115,7 @@ def test_a_file_has_options_and_neighbours_and_a_module_is_looked_for_where_pyth
         ("score = 3", "has no function score"),
         (
             "def score(prompt): ...",
-            "it is called as score(prompt, completion, reference, finish), and is defined as",
+            "it is called as score(prompt, completion, answer, finish), and is defined as",
         ),
     ],
 )
@@ -143,7 +143,11 @@ def test_a_function_that_begins_with_the_completion_is_called_by_names(start_poo
     pool = start_pool(f"{tmp_path / 'my_reward.py'}:reward", options={"factor": 0.5}, workers=1)
     row = '{"unit": "kg", "hard": true}'
     right, wrong, lacking = pool.verify(
-        [Answer("?", "18 kg", "18", "stop", row), Answer("?", "18", "18", "stop", row), Answer("?", "18", "18", "stop")]
+        [
+            ScoreRequest("?", "18 kg", "18", "stop", row),
+            ScoreRequest("?", "18", "18", "stop", row),
+            ScoreRequest("?", "18", "18", "stop"),
+        ]
     )
     assert (right.score, wrong.score) == (0.5, 0.0)
     assert lacking.outcome == "crashed"

@@ -3,13 +3,13 @@ from pydantic import ValidationError
 
 from fp8core.config.reward import RewardConfig
 from fp8core.errors import UserError
-from fp8core.rewards.verifier import Answer, ChainVerifier, build_verifier
+from fp8core.rewards.verifier import ChainVerifier, ScoreRequest, build_verifier
 
 
 @pytest.mark.parametrize(("name", "marker", "reference"), [("chain", "#", "2"), ("integer", "#### ", "#### 2")])
 def test_each_configured_verifier_scores_its_own_format(name: str, marker: str, reference: str) -> None:
     verifier = build_verifier(RewardConfig(verifier=name))
-    verdicts = verifier.verify([Answer("1+1", f"{marker}{said}", reference, "stop") for said in (3, 2, "x")])
+    verdicts = verifier.verify([ScoreRequest("1+1", f"{marker}{said}", reference, "stop") for said in (3, 2, "x")])
     assert [verdict.outcome for verdict in verdicts] == ["wrong", "right", "unparsed"]
     assert verifier.faults([("1+1", reference), ("1+1", "two")])[0] is None
     assert "reference of '1+1'" in str(verifier.faults([("1+1", reference), ("1+1", "two")])[1])

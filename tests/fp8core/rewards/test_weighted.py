@@ -9,7 +9,7 @@ from fp8core.config.load import load_config
 from fp8core.config.reward import RewardConfig
 from fp8core.config.run import own_code
 from fp8core.errors import UserError
-from fp8core.rewards.scorer import Answer
+from fp8core.rewards.scorer import ScoreRequest
 from fp8core.rewards.verifier import build_verifier, reward_of
 from fp8core.run.refusals import pipeline_of
 from fp8core.run.rollouts import failures
@@ -18,7 +18,7 @@ from fp8core.run.rollouts import failures
 def verdicts(config, *completions):
     verifier = build_verifier(RewardConfig.model_validate(config))
     try:
-        return verifier.verify([Answer("?", completion, "3", "stop") for completion in completions])
+        return verifier.verify([ScoreRequest("?", completion, "3", "stop") for completion in completions])
     finally:
         verifier.close()
 
@@ -40,8 +40,8 @@ def verdicts(config, *completions):
 def test_a_format_has_each_tag_once_in_order_also_those_that_end_the_prompt(prompt, completion, finish, score):
     form = {"name": "form", "verifier": "format", "weight": 0.25, "options": {"tags": ["<a>", "</a>"]}}
     with closing(build_verifier(RewardConfig.model_validate({"others": [form]}))) as verifier:
-        (found,) = verifier.verify([Answer(prompt, completion, "3", finish)])
-    assert found.added == (("form", score, 0.25, "right" if score else "wrong"),)
+        (found,) = verifier.verify([ScoreRequest(prompt, completion, "3", finish)])
+    assert found.side_scores == (("form", score, 0.25, "right" if score else "wrong"),)
 
 
 def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_verifier(tmp_path):

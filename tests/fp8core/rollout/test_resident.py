@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
-from fp8core.models.hub import PUBLISHED
+from fp8core.models.hub import HUB_ARCHITECTURES
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import PolicyScales, Probe, PromptGroup, Sampling, finish_of
@@ -19,7 +19,7 @@ from fp8core.rollout.shared_weights import share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, Share, find_shares
 from fp8core.rollout.worker_policy import WorkerPolicy
 
-ARCH = PUBLISHED["Qwen/Qwen3-30B-A3B"]
+ARCH = HUB_ARCHITECTURES["Qwen/Qwen3-30B-A3B"]
 PROJECTIONS = {"q": 256, "k": 128, "v": 128}
 LAYER = "model.layers.0.self_attn"
 SAMPLING = Sampling(1.0, 4, frozenset({9}))
@@ -49,7 +49,7 @@ class HereEngine(ResidentEngine):
         self.log.append(method)
         return [policy.answer(method, *arguments) for policy in self.policies]
 
-    def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
+    def _description(self, description: Mapping[str, Any]) -> dict[str, object]:
         return {}
 
     def _find_shares(self, sent: Mapping[str, Any]) -> list[Share]:
@@ -109,7 +109,7 @@ class HerePolicy(WorkerPolicy):
         return ()
 
     def clear_weights(self) -> None:
-        for parameter in self._named().values():
+        for parameter in self._parameters_by_name().values():
             parameter.zero_()
 
 

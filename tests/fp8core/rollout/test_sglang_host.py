@@ -17,7 +17,7 @@ import uvloop
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost
-from fp8core.models.hub import PUBLISHED
+from fp8core.models.hub import HUB_ARCHITECTURES
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling, Session
 from fp8core.rollout.resident import ResidentEngine
 from fp8core.rollout.sglang.engine import HostPipe, SglangEngine
@@ -30,7 +30,7 @@ SETTINGS = {"model_path": "unused", "custom_weight_loader": ["unused"], "max_run
 # Python and torch start twice as slowly beside other tests.
 STARTED = 120.0
 ENDLESS = 99
-ARCH = PUBLISHED["Qwen/Qwen3-8B-Base"]
+ARCH = HUB_ARCHITECTURES["Qwen/Qwen3-8B-Base"]
 StartHost = Callable[[Callable[..., Any]], tuple[HostPipe, Any]]
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,7 +11,7 @@ from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import POW2
-from fp8core.rollout.shared_weights import TensorSpec, open_shared, share_weights, specs_of
+from fp8core.rollout.shared_weights import TensorSpec, open_weights, share_weights, specs_of
 from fp8core.rollout.slots import (
     EngineUpdateError,
     Slot,
@@ -220,7 +220,7 @@ def test_a_file_brings_every_bit_and_goes():
         "turned": torch.randn(3, 4).t(),
     }
     with share_weights(tensors) as sent:
-        received = open_shared(sent, torch.device("cpu"))
+        received = open_weights(sent, torch.device("cpu"))
     assert not Path(sent["file"]).exists()
     assert received.keys() == tensors.keys()
     for name, tensor in tensors.items():

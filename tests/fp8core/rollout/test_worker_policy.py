@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8core.numerics.fingerprint import Slice, combined, slice_sums
+from fp8core.numerics.fingerprint import Slice, combine_sums, slice_sums
 from fp8core.rollout import worker_policy
 from fp8core.rollout.shared_weights import SharedTensors, TensorSpec
 from fp8core.rollout.slots import Cut, Share, Slot, find_cuts
@@ -33,8 +33,8 @@ SHARE: Share = {
     "k": (Slot("qk", 4, 6, 6, 8, 8), None),
     **{f"expert.{i}": (Slot("experts", 3 * i, 3 * i + 3, 3 * i + 3, 0, 0), None) for i in range(2)},
     "filled_up": (Slot("filled_up", 0, 3, 4, 5, 6), None),
-    "vocabulary": (Slot("vocabulary", 0, 3, 3, 2, 2), Cut(0, 4, 3, 7, gathered=False)),
-    "columns": (Slot("columns", 0, 3, 3, 4, 4), Cut(1, 4, 4, 8, gathered=True)),
+    "vocabulary": (Slot("vocabulary", 0, 3, 3, 2, 2), Cut(0, 4, 3, 7, is_gathered=False)),
+    "columns": (Slot("columns", 0, 3, 3, 4, 4), Cut(1, 4, 4, 8, is_gathered=True)),
 }
 
 
@@ -96,7 +96,7 @@ def test_parts_on_several_gpus_are_read_as_the_whole_tensor(name: str, shape: tu
         found.append([held.sums(own, lambda _, axis: torch.cat([each.of(whole) for each in cuts], axis))[name]])
     # All of a tensor that they put together is read by each of them.
     sums = [[each] for each in found] if cuts[0].gathered else [found]
-    assert [combined(each) for each in sums] == len(sums) * [combined([slice_sums([Slice.whole(whole)])])]
+    assert [combine_sums(each) for each in sums] == len(sums) * [combine_sums([slice_sums([Slice.whole(whole)])])]
 
 
 def test_sums_are_of_what_the_parameters_hold_now() -> None:

@@ -14,7 +14,7 @@ from fp8core.cluster.transport import GroupRanks
 from fp8core.config.loss import LossConfig
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.experts import UNRECORDED
+from fp8core.models.experts import NO_ROUTE
 from fp8core.rl.objective import Objective
 from fp8core.training.megatron import parallel
 from fp8core.training.megatron.trainer import MegatronTrainer
@@ -93,7 +93,7 @@ def replayed(batch: Any, arch: Architecture) -> Any:
     shape = (*sequences.tokens.shape, len(arch.sparse_layers), arch.experts.count)
     drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7)).argsort(-1)[..., :per_token]
     own = (sequences.tokens % 3 == 0) | ~sequences.valid
-    experts = torch.where(own[..., None, None], UNRECORDED, drawn.sort(-1).values).short()
+    experts = torch.where(own[..., None, None], NO_ROUTE, drawn.sort(-1).values).short()
     return replace(batch, sequences=replace(sequences, experts=experts))
 
 

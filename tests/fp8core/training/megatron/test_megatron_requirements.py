@@ -10,7 +10,7 @@ from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import MegatronConfig
 from fp8core.errors import UserError, refuse
-from fp8core.models.hub import PUBLISHED
+from fp8core.models.hub import HUB_ARCHITECTURES
 from fp8core.run.build import engine_environment
 from fp8core.training.megatron.arguments import transformer_arguments
 from fp8core.training.megatron.entry import grid_refusals, machine_refusals
@@ -103,7 +103,7 @@ def test_a_model_that_cannot_be_cut_is_refused(architecture, changes, parts, lon
 
 
 def test_block_fp8_needs_whole_tiles_on_each_gpu():
-    llama = PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
+    llama = HUB_ARCHITECTURES["meta-llama/Llama-3.1-8B-Instruct"]
     refuse(grid_refusals(llama, MegatronConfig(tensor_parallel=8), FP8, 2048))
     narrow = replace(llama, intermediate_size=14_464)
     refuse(grid_refusals(narrow, MegatronConfig(), FP8, 2048))
@@ -114,7 +114,9 @@ def test_block_fp8_needs_whole_tiles_on_each_gpu():
 
 def test_layers_kept_in_bf16_at_both_ends():
     contract = FP8.model_copy(update={"bf16_first_layers": 2, "bf16_last_layers": 3})
-    found = transformer_arguments(PUBLISHED["Qwen/Qwen3-8B-Base"], contract, MegatronConfig(), deterministic=True)
+    found = transformer_arguments(
+        HUB_ARCHITECTURES["Qwen/Qwen3-8B-Base"], contract, MegatronConfig(), deterministic=True
+    )
     assert (found["fp8"], found["fp8_recipe"], found["transformer_impl"]) == ("e4m3", "blockwise", "transformer_engine")
     assert found["params_dtype"] == torch.bfloat16
     assert found["deterministic_mode"]

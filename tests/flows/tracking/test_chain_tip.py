@@ -1,4 +1,4 @@
-"""The head of a run's chain in MLflow finds a folder that was rewritten."""
+"""The tip of a run's chain in MLflow finds a folder that was rewritten."""
 
 import json
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from flows.tracking.record import read_record
 from flows.tracking.store import default_tracking_uri
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
-from fp8core.store.manifest import Head, StepManifest
+from fp8core.store.manifest import ChainTip, StepManifest
 
 
-def heads(folder: Path) -> list[Head]:
+def tips(folder: Path) -> list[ChainTip]:
     files = sorted((folder / "manifests").glob("[0-9]????.json"))
-    return [Head.of(StepManifest.model_validate_json(file.read_bytes())) for file in files]
+    return [ChainTip.of(StepManifest.model_validate_json(file.read_bytes())) for file in files]
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -30,7 +30,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
         change(content["record"])
         content["record"]["predecessor"] = predecessor
         manifest = StepManifest.model_validate_json(json.dumps(content))
-        predecessor = Head.of(manifest).digest
+        predecessor = ChainTip.of(manifest).digest
         refs[manifest.record.step] = store.put_json("manifest", manifest.model_dump(mode="json"))
         file.write_text(manifest.model_dump_json(indent=2) + "\n")
     lines = [json.loads(line) for line in (folder / LEDGER).read_text().splitlines()]
@@ -63,11 +63,11 @@ def published(copy_of_trained: Any, runs: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_mlflow_holds_the_head_and_verify_compares_it(published, capsys) -> None:
-    before = heads(published.folder)[-2]
+    before = tips(published.folder)[-2]
     record = read_record(published.folder).mlflow
     place = f"MLflow run {record.run_id} in {record.uri}"
-    assert verify(capsys, published.folder) == (0, f"the same head in {place}", [])
-    MlflowClient(record.uri).set_tag(record.run_id, "chain_head", str(before))
+    assert verify(capsys, published.folder) == (0, f"the same tip in {place}", [])
+    MlflowClient(record.uri).set_tag(record.run_id, "chain_tip", str(before))
     code, told, found = verify(capsys, published.folder)
     assert (code, found) == (0, [])
     assert told is not None
@@ -75,13 +75,13 @@ def test_mlflow_holds_the_head_and_verify_compares_it(published, capsys) -> None
 
 
 def test_a_run_that_was_rewritten_consistently_is_found(published, runs, capsys) -> None:
-    head = heads(published.folder)[-1]
+    tip = tips(published.folder)[-1]
     rewrite(published.folder, other_library)
     code, _, (found,) = verify(capsys, published.folder)
     assert code == 1
-    assert f"was told the record {head}, this folder has " in found
+    assert f"was told the record {tip}, this folder has " in found
     MlflowClient(default_tracking_uri(runs)).set_tag(
-        read_record(published.folder).mlflow.run_id, "chain_head", f"9:{64 * 'a'}"
+        read_record(published.folder).mlflow.run_id, "chain_tip", f"9:{64 * 'a'}"
     )
     code, _, (found,) = verify(capsys, published.folder)
     assert code == 1
