@@ -30,7 +30,7 @@ class StoppableExecution(loop.Execution):
         self._stop, self._began = stop, time.perf_counter()
 
     def before_step(self, run: RunContext, index: int) -> None:
-        if self._stop.requested:
+        if self._stop.is_set:
             loop.save_last(run, self)
             self._stop.carry_out()
         self._began = time.perf_counter()

@@ -71,7 +71,7 @@ class ScoreRequest(NamedTuple):
 
     prompt: str
     completion: str
-    reference: str
+    answer: str
     finish: str
     columns: str = ""
 
@@ -80,11 +80,11 @@ class Scorer(ABC):
     """Scores completions one at a time, without state."""
 
     @abstractmethod
-    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
+    def score(self, prompt: str, completion: str, answer: str, finish: str, columns: str = "") -> Verdict:
         """Raises UserError as `check` does."""
 
-    def check(self, prompt: str, reference: str) -> None:
-        """Raises UserError on a reference that is no answer: the data's mistake. By itself a scorer takes any."""
+    def check(self, prompt: str, answer: str) -> None:
+        """Raises UserError on an answer that it cannot read: the data's mistake. By itself a scorer takes any."""
         return
 
 
@@ -92,7 +92,7 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class FunctionScorer(Scorer):
-    """A function of the user's own: `score(prompt, completion, reference, finish, **options)`.
+    """A function of the user's own: `score(prompt, completion, answer, finish, **options)`.
 
     One with a parameter `columns` gets the row's other columns there, as a dict. One whose first parameter is
     `completion` is called by the names of its parameters: `reward(completion, answer, unit, **columns)`.
@@ -113,21 +113,21 @@ class FunctionScorer(Scorer):
         """Raises UserError: the function cannot be called with what a configuration gives it."""
         name = self._function.__name__
         if not self.by_name:
-            given = [*(["columns"] if self.takes_columns else []), *self._options]
-            check_call(self._function, name, ScoreRequest._fields[:4], given)
+            names = [*(["columns"] if self.takes_columns else []), *self._options]
+            check_call(self._function, name, ScoreRequest._fields[:4], names)
             return
         # The rows have a column for each other parameter without a default.
         required_names = [p.name for p in self._parameters if p.default is p.empty and p.kind not in _VARIABLE]
         check_call(self._function, name, [], dict.fromkeys([*required_names, *self._options]))
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
+    def score(self, prompt: str, completion: str, answer: str, finish: str, columns: str = "") -> Verdict:
         row = json.loads(columns or "{}")
         if self.by_name:
-            texts = {"prompt": prompt, "completion": completion, "answer": reference, "finish": finish}
+            texts = {"prompt": prompt, "completion": completion, "answer": answer, "finish": finish}
             result = self._function(**self._arguments({**row, **texts, **self._options}))
         else:
-            given = {"columns": row} if self.takes_columns else {}
-            result = self._function(prompt, completion, reference, finish, **given, **self._options)
+            more = {"columns": row} if self.takes_columns else {}
+            result = self._function(prompt, completion, answer, finish, **more, **self._options)
         if isinstance(result, Verdict):
             if result.outcome not in OUTCOMES:
                 raise InvalidReply(
@@ -147,17 +147,17 @@ class FunctionScorer(Scorer):
 
     def _arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Of all values those that the function has parameters for. Raises InvalidReply: a row lacks a column."""
-        named = [p for p in self._parameters if p.kind not in _VARIABLE]
-        for parameter in named:
+        parameters = [p for p in self._parameters if p.kind not in _VARIABLE]
+        for parameter in parameters:
             if parameter.default is parameter.empty and parameter.name not in values:
                 raise InvalidReply(f"the row has no column {parameter.name}; name it in data.columns")
         if any(p.kind is p.VAR_KEYWORD for p in self._parameters):
             return dict(values)
-        return {p.name: values[p.name] for p in named if p.name in values}
+        return {p.name: values[p.name] for p in parameters if p.name in values}
 
 
 class ScorerHandler:
-    """Answers with a verdict on each `Answer`, and on each reference, a (prompt, reference), whether it is one."""
+    """Answers with a verdict on each `ScoreRequest`, and on whether it can read each (prompt, answer) of the data."""
 
     def __init__(self, scorer: Scorer, file: str | None) -> None:
         self._scorer = scorer

@@ -21,30 +21,30 @@ _NUMBER = re.compile(r"[0-9]{1,3}")
 
 
 class ChainVerifier(Scorer):
-    """Right when a finished completion's text after the last `#` is the reference to the digit."""
+    """Right when a finished completion's text after the last `#` is the answer to the digit."""
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
-        self.check(prompt, reference)
-        _, marker, answer = completion.rpartition(MARKER)
+    def score(self, prompt: str, completion: str, answer: str, finish: str, columns: str = "") -> Verdict:
+        self.check(prompt, answer)
+        _, marker, prediction = completion.rpartition(MARKER)
         if not marker:
             return unparsed_answer(f"no {MARKER}")
         if finish != "stop":
             return unparsed_answer("cut off before the end of sequence")
-        if len(answer) != len(reference) or not _NUMBER.fullmatch(answer):
-            digits = "one digit" if len(reference) == 1 else f"{len(reference)} digits"
+        if len(prediction) != len(answer) or not _NUMBER.fullmatch(prediction):
+            digits = "one digit" if len(answer) == 1 else f"{len(answer)} digits"
             return unparsed_answer(f"the text after {MARKER} is not {digits}")
-        return RIGHT if answer == reference else wrong(f"answer {answer}")
+        return RIGHT if prediction == answer else wrong(f"answer {prediction}")
 
-    def check(self, prompt: str, reference: str) -> None:
-        if not _NUMBER.fullmatch(reference):
-            raise UserError(f"the reference of {prompt[:60]!r} is {reference[:60]!r}, not one to three digits")
+    def check(self, prompt: str, answer: str) -> None:
+        if not _NUMBER.fullmatch(answer):
+            raise UserError(f"the reference of {prompt[:60]!r} is {answer[:60]!r}, not one to three digits")
 
 
 class FormatVerifier(Scorer):
     def __init__(self, tags: Sequence[str]) -> None:
         self._tags = tags
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
+    def score(self, prompt: str, completion: str, answer: str, finish: str, columns: str = "") -> Verdict:
         text = self._start(prompt) + completion
         places = [text.find(tag) for tag in self._tags]
         once = all(text.count(tag) == 1 for tag in self._tags)
@@ -68,17 +68,17 @@ class Verifier(ABC):
         """That of `reward.verifier` alone, whose verdicts are the outcomes and the held-out accuracy."""
         return self
 
-    def begin(self, answers: Sequence[ScoreRequest]) -> None:
+    def begin(self, requests: Sequence[ScoreRequest]) -> None:
         """Start to check answers that `verify` will get soon. Returns at once."""
         return
 
     @abstractmethod
-    def verify(self, answers: Sequence[ScoreRequest]) -> list[Verdict]:
-        """One verdict an answer, in their order. Raises UserError on a reference that is no answer."""
+    def verify(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
+        """One verdict an answer, in their order. Raises UserError on an answer of the data that it cannot read."""
 
     @abstractmethod
-    def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        """The data's mistake in each reference, given as (prompt, reference); None where there is none."""
+    def faults(self, answers: Sequence[tuple[str, str]]) -> list[str | None]:
+        """The data's mistake in each (prompt, answer); None where there is none."""
 
     @abstractmethod
     def describe(self) -> dict[str, JsonValue]:
@@ -97,18 +97,18 @@ class InProcess(Verifier):
         self._scorer = scorer
         self._setting = f"{key}={name}"
 
-    def verify(self, answers: Sequence[ScoreRequest]) -> list[Verdict]:
+    def verify(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
         try:
-            return [self._scorer.score(*answer) for answer in answers]
+            return [self._scorer.score(*request) for request in requests]
         except UserError as error:
             raise UserError(f"{self._setting}: {error}") from error
 
-    def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        return [self._fault(*reference) for reference in references]
+    def faults(self, answers: Sequence[tuple[str, str]]) -> list[str | None]:
+        return [self._fault(*answer) for answer in answers]
 
-    def _fault(self, prompt: str, reference: str) -> str | None:
+    def _fault(self, prompt: str, answer: str) -> str | None:
         try:
-            self._scorer.check(prompt, reference)
+            self._scorer.check(prompt, answer)
         except UserError as error:
             return f"{self._setting}: {error}"
         return None
@@ -118,7 +118,7 @@ class InProcess(Verifier):
 
 
 Request = tuple[str, ...]
-"""An answer, or (prompt, reference) to check."""
+"""A completion to score, or (prompt, answer) to check."""
 
 
 class VerifierPool(Verifier):
@@ -133,19 +133,18 @@ class VerifierPool(Verifier):
         self._lock = threading.Lock()
         self._verdicts: dict[Request, Future[Verdict]] = {}
 
-    def begin(self, answers: Sequence[ScoreRequest]) -> None:
-        self._start(answers)
+    def begin(self, requests: Sequence[ScoreRequest]) -> None:
+        self._start(requests)
 
-    def verify(self, answers: Sequence[Request]) -> list[Verdict]:
-        begun = self._start(answers)
-        verdicts = [verdict.result() for verdict in begun]
+    def verify(self, requests: Sequence[Request]) -> list[Verdict]:
+        verdicts = [verdict.result() for verdict in self._start(requests)]
         with self._lock:
-            for answer in answers:
-                self._verdicts.pop(answer, None)
+            for request in requests:
+                self._verdicts.pop(request, None)
         return verdicts
 
-    def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        verdicts = self.verify(references)
+    def faults(self, answers: Sequence[tuple[str, str]]) -> list[str | None]:
+        verdicts = self.verify(answers)
         return [None if verdict.outcome == "right" else f"{self._setting}: {verdict.detail}" for verdict in verdicts]
 
     def describe(self) -> dict[str, JsonValue]:
@@ -186,14 +185,14 @@ class WeightedVerifiers(Verifier):
     def main(self) -> Verifier:
         return self._main
 
-    def begin(self, answers: Sequence[ScoreRequest]) -> None:
+    def begin(self, requests: Sequence[ScoreRequest]) -> None:
         for verifier in self._all:
-            verifier.begin(answers)
+            verifier.begin(requests)
 
-    def verify(self, answers: Sequence[ScoreRequest]) -> list[Verdict]:
-        verdicts = self._main.verify(answers)
+    def verify(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
+        verdicts = self._main.verify(requests)
         for name, weight, verifier in self._others:
-            other_verdicts = verifier.verify(answers)
+            other_verdicts = verifier.verify(requests)
             failures = [verdict for verdict in other_verdicts if verdict.outcome in ("timeout", "crashed")]
             if failures and len(failures) == len(other_verdicts):
                 raise UserError(f"reward.others: {name}: no answer could be checked: {failures[0].detail}")
@@ -205,8 +204,8 @@ class WeightedVerifiers(Verifier):
                 verdicts[place] = replace(verdict, side_scores=side_scores, detail=detail)
         return verdicts
 
-    def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        by_answer = zip(*(verifier.faults(references) for verifier in self._all), strict=True)
+    def faults(self, answers: Sequence[tuple[str, str]]) -> list[str | None]:
+        by_answer = zip(*(verifier.faults(answers) for verifier in self._all), strict=True)
         return [next(filter(None, faults), None) for faults in by_answer]
 
     def describe(self) -> dict[str, JsonValue]:

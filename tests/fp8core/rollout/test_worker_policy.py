@@ -95,7 +95,7 @@ def test_parts_on_several_gpus_are_read_as_the_whole_tensor(name: str, shape: tu
         held = WeightPlaces(own, {name: (Slot(name, 0, rows, rows, columns, columns), cut)})
         found.append([held.sums(own, lambda _, axis: torch.cat([each.of(whole) for each in cuts], axis))[name]])
     # All of a tensor that they put together is read by each of them.
-    sums = [[each] for each in found] if cuts[0].gathered else [found]
+    sums = [[each] for each in found] if cuts[0].is_gathered else [found]
     assert [combine_sums(each) for each in sums] == len(sums) * [combine_sums([slice_sums([Slice.whole(whole)])])]
 
 
