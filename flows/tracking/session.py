@@ -193,7 +193,7 @@ def open_session(
     with open_directory(config, name, new_code=new_code) as directory:
         file = RecordFile(directory.path)
         trackers = _open_trackers(directory, config, name, file)
-        places = {"folder": str(directory.path), "report": f"{directory.path / REPORT} (from step 1 on)"}
+        places = {"folder": str(directory.path), "report": str(directory.path / REPORT)}
         for tracker in trackers.values():
             places |= tracker.links()
         console.section(f"fp8-grpo run {name}", [], {**places, **links})

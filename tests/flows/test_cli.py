@@ -90,9 +90,10 @@ def test_a_run_shows_progress_and_says_where_things_are_and_why_it_failed(
         # Where the rewards of every group were equal, a mark comes first.
         assert re.search(rf"^{step} .* 1 exactly +0 +\d+\.\d\d +\d+:\d\d +(! )?\w+ \d+%$", out, re.MULTILINE), out
     for name, file in (("report", "report.html"), ("curves", "curves.png")):
-        assert re.findall(rf"^  {name} +(.+)$", out, re.MULTILINE) == [str(runs / "first" / file)]
+        assert {*re.findall(rf"^  {name} +(.+)$", out, re.MULTILINE)} == {str(runs / "first" / file)}
         assert (runs / "first" / file).is_file()
-    (command,) = re.findall(r"^  MLflow UI +(.+)$", out, re.MULTILINE)
+    at_start, command = re.findall(r"^  MLflow UI +(.+)$", out, re.MULTILINE)
+    assert at_start == command
     assert command.endswith(f"ui --backend-store-uri {default_tracking_uri(runs)}")
 
     changed = flags("run=first", "steps=2", "training.learning_rate=1e-3", "seed=4")

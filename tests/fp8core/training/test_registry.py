@@ -28,7 +28,7 @@ from fp8core.training.registry import packages_of, trainer_of, trainers
 def test_a_configuration_chooses_one_entry(settings, name):
     training = load_config("tiny", settings).training
     assert trainer_of(training).name == name
-    assert sum(entry.chosen(training) for entry in trainers()) == 1
+    assert sum(entry.is_chosen(training) for entry in trainers()) == 1
 
 
 def test_a_trainer_from_outside_is_checked_planned_and_built(monkeypatch):
@@ -38,7 +38,7 @@ def test_a_trainer_from_outside_is_checked_planned_and_built(monkeypatch):
     toy = replace(
         exact,
         name="toy",
-        chosen=lambda training: training.learning_rate == 0.125,
+        is_chosen=lambda training: training.learning_rate == 0.125,
         environment=lambda _: Environment({"TOY": "1"}),
         build=lambda *arguments: built.append(arguments) or exact.build(*arguments),
         check_model=lambda config, arch: built.append(arch) or (),
