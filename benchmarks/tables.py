@@ -283,6 +283,14 @@ def _table_of(script: str, printer: str, rows: Sequence[Row] | None = None) -> s
     return found
 
 
+def first_hour_table(rows: Sequence[Row]) -> str:
+    """The commands of a new user, in order."""
+    return table(
+        ["typed", "seconds", "what came"],
+        [(f"`{row['command_line']}`", f"{row['seconds']:.0f}", row["line"]) for row in rows],
+    )
+
+
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "rollout": _rollout_tables,
     "episodes": lambda: [_table_of("episodes_hopper", "episode_table")],
@@ -293,6 +301,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "cluster": lambda: [_table_of("cluster_hopper", "step_table")],
     "asynchronous": lambda: [_table_of("asynchronous_hopper", "mode_table")],
     "accuracy": lambda: accuracy_tables(stored("real_accuracy")),
+    "first_hour": lambda: [first_hour_table(stored("first_hour"))],
     "learning": lambda: import_module("benchmarks.learning_settings").learning_tables(stored("learning_settings")),
 }
 
