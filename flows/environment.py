@@ -201,6 +201,11 @@ def _check_server() -> None:
             )
 
 
+def program(name: str) -> str:
+    """The word of a shell that runs a program of this Python's environment."""
+    return shlex.quote(str(Path(sys.executable).with_name(name)))
+
+
 def is_set(variable: str) -> bool:
     return variable in os.environ
 

@@ -1,9 +1,6 @@
 """Types of the flows' parameters, logs of the flows, and states of a flow run that has no result."""
 
 import logging
-import shlex
-import sys
-from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 from prefect import get_run_logger, runtime
@@ -15,7 +12,7 @@ from prefect.states import Cancelled, Failed
 from pydantic import Field, WithJsonSchema
 from rich.text import Text
 
-from flows.environment import OWN_UI
+from flows.environment import OWN_UI, program
 from fp8core.config.run import RUN_NAME
 from fp8core.errors import printable_lines
 
@@ -77,8 +74,9 @@ def run_links() -> dict[str, str]:
     if page is None:
         return {}
     served = not page.startswith(OWN_UI) or get_current_settings().api.url == f"{OWN_UI}/api"
-    program = shlex.quote(str(Path(sys.executable).with_name("prefect")))
-    return {"Prefect run": page} if served else {"Prefect UI": f"{program} server start", "Prefect run": page}
+    return (
+        {"Prefect run": page} if served else {"Prefect UI": f"{program('prefect')} server start", "Prefect run": page}
+    )
 
 
 def failed_state(reason: str, cause: BaseException | None = None) -> State[Any]:

@@ -30,7 +30,7 @@ from flows.launch import exit_with, say
 from flows.termination import ExitCode
 from fp8core.durable import PRIVATE, make_folder
 from fp8core.errors import UserError, first_line, last_words
-from fp8core.processes.end_with_parent import library_folders
+from fp8core.processes.end_with_parent import module_arguments
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -188,7 +188,7 @@ def up(options: argparse.Namespace) -> int:
         signal.signal(number, services.note_signal)
     try:
         with services:
-            server = [*library_folders("prefect"), "server", "start", *_HERE, str(options.prefect_port)]
+            server = [*module_arguments("prefect"), "server", "start", *_HERE, str(options.prefect_port)]
             services.start("Prefect server", server, partial(answers, f"{prefect}/api/health"))
             arguments = _mlflow_server(options.mlflow_port, runs)
             services.start("MLflow server", arguments, partial(answers, f"{mlflow}/health"))
@@ -238,7 +238,7 @@ def _mlflow_server(port: int, runs: Path) -> list[str]:
         store = default_tracking_uri(runs)
         prepare_store(store, runs)
         places += ["--backend-store-uri", store]
-    return [*library_folders("mlflow"), "server", *places, "--workers", "1", *_HERE, str(port)]
+    return [*module_arguments("mlflow"), "server", *places, "--workers", "1", *_HERE, str(port)]
 
 
 def _serve(services: Services, api: str, login: str, environment: Mapping[str, str]) -> list[str]:
@@ -259,7 +259,7 @@ def _serve(services: Services, api: str, login: str, environment: Mapping[str, s
             _end_lost_runs(client, pool)
             # It begins the next run when the process of one has ended.
             options = ["--pool", pool, "--limit", "1", "--type", "process"]
-            arguments = [*library_folders("prefect"), "worker", "start", *options]
+            arguments = [*module_arguments("prefect"), "worker", "start", *options]
             services.workers.append(services.start(f"worker of {pool}", arguments, partial(_is_online, client, pool)))
     return pools
 
@@ -317,7 +317,7 @@ def _deploy(client: "SyncPrefectClient", environment: Mapping[str, str]) -> None
         file = Path(folder, "prefect.yaml")
         file.write_text(yaml.safe_dump(declarations, sort_keys=False), "utf-8")
         say("waiting for: prefect deploy")
-        arguments = [*library_folders("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+        arguments = [*module_arguments("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
         deploy = _start(arguments, environment, subprocess.PIPE)
         output, _ = deploy.communicate()
     if deploy.returncode:

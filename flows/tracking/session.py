@@ -108,8 +108,8 @@ class LiveReport:
         """A step was committed."""
         if self._writing is not None and self._writing.done() and (error := self._writing.exception()) is not None:
             self._run.console.note(f"report: not rewritten before the end ({first_line(error)})")
-            self._thread.shutdown()
-            self._pause_end = float("inf")
+            self._writing = None
+            self.close()
         if (self._writing is None or self._writing.done()) and time.monotonic() > self._pause_end:
             self._writing = self._thread.submit(self._write)
 

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shlex
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
+from flows.environment import program
 from flows.tracking.tracker import Outage
 from fp8core.durable import PRIVATE, make_folder
 from fp8core.errors import UserError, first_line, without_passwords
@@ -93,8 +93,7 @@ def ui_command(uri: str) -> str | None:
     """The shell command that starts the MLflow UI on the store at `uri`; None: a server has it at its address."""
     if is_server(uri):
         return None
-    program = str(Path(sys.executable).with_name("mlflow"))
-    return f"{shlex.quote(program)} ui --backend-store-uri {shlex.quote(without_passwords(uri))}"
+    return f"{program('mlflow')} ui --backend-store-uri {shlex.quote(without_passwords(uri))}"
 
 
 def public_address(server: str) -> str:

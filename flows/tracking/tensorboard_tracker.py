@@ -7,7 +7,6 @@ Texts and tables get the step at which they were published.
 
 import json
 import shlex
-import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from flows.environment import program
 from flows.tracking.record import RunOutcome, ServiceRecord
 from flows.tracking.tracker import Outage, Table, Tracker, TrackerEntry, Training
 from fp8core.errors import first_line, printable_lines
@@ -33,8 +33,7 @@ class TensorBoardTracker(Tracker):
         self._writer: Any = None
 
     def links(self) -> Mapping[str, str]:
-        program = str(Path(sys.executable).with_name("tensorboard"))
-        return {self.title: f"{shlex.quote(program)} --logdir {shlex.quote(self.uri)}"}
+        return {self.title: f"{program('tensorboard')} --logdir {shlex.quote(self.uri)}"}
 
     def start(self, settings: Mapping[str, object]) -> None:
         with self._writing():

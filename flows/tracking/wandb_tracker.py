@@ -8,7 +8,6 @@ W&B itself reads its variables (WANDB_API_KEY, WANDB_MODE, WANDB_ENTITY, ...); n
 
 import shlex
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 
 import wandb
 
+from flows.environment import program
 from flows.tracking.record import RunOutcome, ServiceRecord
 from flows.tracking.tracker import Checkpoint, Outage, Table, Tracker, TrackerEntry, Training
 from fp8core.config.run import RunConfig
@@ -81,9 +81,8 @@ class WandbTracker(Tracker):
     def links(self) -> Mapping[str, str]:
         if not self._offline:
             return super().links()
-        program = str(Path(sys.executable).with_name("wandb"))
         folders = f"{shlex.quote(str(self._training.folder / 'wandb'))}/offline-run-*-{self.run_id}"
-        return {"W&B, offline": f"{shlex.quote(program)} sync {folders}"}
+        return {"W&B, offline": f"{program('wandb')} sync {folders}"}
 
     def start(self, settings: Mapping[str, object]) -> None:
         if self._run is None:

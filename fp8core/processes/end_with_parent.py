@@ -59,7 +59,7 @@ def tied_module(module: str, *words: str) -> list[str]:
     return ["-P", "-c", _TIED, module, *words]
 
 
-def library_folders(package: str) -> list[str]:
+def module_arguments(package: str) -> list[str]:
     """Arguments of Python to run a package or module, and none of the same name in the working directory."""
     return ["-P", "-m", package]
 

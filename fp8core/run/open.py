@@ -118,22 +118,20 @@ def open_run(
             positions = longest_row(config, base.arch)
             check_opening(list(source.to_check()), config, base.tokenizer, positions, environment, config.seed)
             environment_description = environment.description
-        version = current_code()
-        directory.ledger.append(
-            SegmentEntry(
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                code_version=version,
-                started=time.time(),
-                steps=config.steps,
-                data=data,
-                left_out=left_out,
-            )
+        segment = SegmentEntry(
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            code_version=current_code(),
+            started=time.time(),
+            steps=config.steps,
+            data=data,
+            left_out=left_out,
         )
+        directory.ledger.append(segment)
         run = RunContext(
             config=config,
             config_digest=config_digest(config),
-            code_version=version,
+            code_version=segment.code_version,
             graph=graph,
             directory=directory,
             store=directory.store,

@@ -154,6 +154,8 @@ def test_a_report_that_breaks_holds_no_thread_up(copy_of_trained, runs, monkeypa
 
     def fail(session: Session, out: io.StringIO) -> None:
         wait_for(lambda: session.report.wake() or "not rewritten before the end (no page)" in out.getvalue(), "why", 30)
+        session.report.wake()
+        assert out.getvalue().count("not rewritten") == 1
         raise ValueError("first")
 
     monkeypatch.setattr("flows.tracking.session.write_report", broken)
