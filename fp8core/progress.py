@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Self
 
@@ -69,7 +70,21 @@ def tell_progress(count: int, total: int) -> None:
     """Tell the innermost part that this thread is in, if it is in one: `count` of `total` are done."""
     part = _open.get()
     if part is not None:
-        part(count, total)
+        done, rounds = _round.get()
+        part(done * total + count, rounds * total)
+
+
+_round = ContextVar[tuple[int, int]]("round", default=(0, 1))
+
+
+@contextmanager
+def progress_round(done: int, rounds: int) -> Iterator[None]:
+    """In the block `tell_progress` counts within one of so many equal rounds."""
+    token = _round.set((done, rounds))
+    try:
+        yield
+    finally:
+        _round.reset(token)
 
 
 def clock(seconds: float) -> str:

@@ -159,6 +159,6 @@ def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor, cap: fl
 def train_metrics(report: dict[str, Any]) -> dict[str, float]:
     correction_metrics = {f"correction/{name}": value for name, value in report["correction"].items()}
     update_metrics = {
-        metric.name: float(report[metric.key]) for metric in TRAIN_METRICS if report[metric.key] is not None
+        metric.name: float(report[metric.key]) for metric in TRAIN_METRICS if report.get(metric.key) is not None
     }
     return {**update_metrics, **correction_metrics}

@@ -270,7 +270,7 @@ def _update_problems(config: RunConfig) -> Iterator[str]:
     if (schedule := training.learning_rate_schedule).kind != "constant":
         over = schedule.over_steps or config.steps
         place = f"training.learning_rate_schedule: kind={schedule.kind} over {over} steps"
-        if over * training.minibatches <= training.warmup_steps:
+        if over * training.updates <= training.warmup_steps:
             yield f"{place} ends within training.warmup_steps={training.warmup_steps}; lower the warm-up"
     teaches_alone = loss.distillation.weight > 0 and loss.distillation.rewards == 0
     if rollout.group_size == 1 and not teaches_alone:

@@ -78,7 +78,8 @@ class TrainingConfig(Section):
     learning_rate_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     optimiser: OptimiserConfig = Field(default_factory=OptimiserConfig)
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients of a larger norm are scaled down to it.")
-    minibatches: int = Field(1, ge=1, le=1024, description="Optimiser updates per rollout batch.")
+    minibatches: int = Field(1, ge=1, le=1024, description="Optimiser updates of one pass over a rollout batch.")
+    epochs: int = Field(1, ge=1, le=64, description="Passes over a rollout batch; later ones draw minibatches anew.")
     micro_batch: int = Field(256, ge=1, le=65536, description="Sequences of one pass that is not packed.")
     tokens_per_pass: int = Field(16384, ge=128, le=1 << 22, description="Tokens of one packed pass.")
     activation_checkpointing: bool = Field(False, description="Packed: recompute inside layers for the backward.")
@@ -89,6 +90,11 @@ class TrainingConfig(Section):
     deterministic: bool = Field(True, description="On a GPU: only repeatable kernels, which replays need.")
     lora: LoraConfig | None = Field(None, description="Torch trainers: adapters learn; null trains all weights.")
     megatron: MegatronConfig = Field(default_factory=MegatronConfig, description="Of trainer=megatron.")
+
+    @property
+    def updates(self) -> int:
+        """The most that a step makes."""
+        return self.minibatches * self.epochs
 
     @property
     def computes_packed(self) -> bool:

@@ -134,7 +134,7 @@ class RolloutBatch:
         """bool [B, C], tokens whose rollout log-probs are under the policy at the start of the step."""
         return self.policy_mask if self.stale_mask is None else self.policy_mask & ~self.stale_mask
 
-    def rows(self, rows: slice) -> Self:
+    def rows(self, rows: slice | list[int]) -> Self:
         parts: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, sequences=self.sequences.part(rows), **parts)
 
@@ -142,12 +142,13 @@ class RolloutBatch:
 def sampled_rows(policy_mask: Tensor, share: float, purpose: str) -> list[int]:
     """A share of the rows with a token in the mask, bool [B, C], ascending, and one at least; the text of `purpose`
     decides which."""
-
-    def order(row: int) -> bytes:
-        return hashlib.sha256(f"{purpose}/{row}".encode()).digest()
-
     rows = policy_mask.any(dim=1).nonzero()[:, 0].tolist()
-    return sorted(sorted(rows, key=order)[: math.ceil(share * len(rows))])
+    return sorted(shuffled(rows, purpose)[: math.ceil(share * len(rows))])
+
+
+def shuffled(rows: Sequence[int], purpose: str) -> list[int]:
+    """In an order that the text of `purpose` alone decides."""
+    return sorted(rows, key=lambda row: hashlib.sha256(f"{purpose}/{row}".encode()).digest())
 
 
 def _pad_experts(rows: Sequence[Tensor], length: int) -> Tensor:

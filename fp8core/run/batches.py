@@ -1,7 +1,6 @@
 """Stored rollouts and rewards as batches of a trainer, and its scores as stored tables."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,7 @@ def stored_update(run: StepContext, report: TrainReport, batch: RolloutBatch, ro
     columns = [*(rollouts[name] for name in COMPLETION_KEY), values]
     return {
         "next_policy": store.put_json("policy", {"version": report.version, "weights_digest": report.digest}),
-        "train_report": store.put_json("train_report", asdict(report)),
+        "train_report": store.put_json("train_report", report.content()),
         "advantages": store.put_table("advantages", pa.table(columns, schema=ADVANTAGES)),
     }
 

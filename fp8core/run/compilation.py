@@ -227,7 +227,7 @@ def _qkv_width(arch: Architecture) -> int:
 
 
 def _plain(config: RunConfig) -> RunConfig:
-    training = config.training.model_copy(update={"minibatches": 1})
+    training = config.training.model_copy(update={"minibatches": 1, "epochs": 1})
     plain = {"loss": LossConfig(), "correction": CorrectionConfig(method="none"), "training": training}
     return config.model_copy(update=plain)
 

@@ -64,7 +64,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         ranks: Ranks = ALONE,
         seed: int = 0,
     ) -> None:
-        super().__init__(training, objective, ranks)
+        super().__init__(training, objective, ranks, seed)
         self.arch = arch
         self._parts: list[list[Tensor | None]] = []
         self._policy: LearntWeights = (

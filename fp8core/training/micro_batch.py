@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8core.config.training import TrainingConfig
 from fp8core.models.weights import EngineWeights, ShippedTensors
 from fp8core.numerics.kv_scales import KvStatistics, Scales
+from fp8core.progress import progress_round
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, merge_totals
@@ -36,8 +37,8 @@ Scores = tuple[Tensor, Tensor]
 
 
 class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
-    def __init__(self, training: TrainingConfig, objective: Objective, ranks: Ranks) -> None:
-        super().__init__(training, objective)
+    def __init__(self, training: TrainingConfig, objective: Objective, ranks: Ranks, seed: int) -> None:
+        super().__init__(training, objective, seed)
         self._ranks = ranks
         self._export_version: int | None = None
 
@@ -74,9 +75,9 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         return ScoredBatch(*_pad_scores(batch, slices, scores), statistics)
 
     def scored_step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> tuple[TrainReport, ScoredBatch]:
-        """As `step`; the forwards of its updates also score every row and collect the statistics of Q, K and V.
+        """As `step`; the forwards of its first pass also score every row and collect the statistics of Q, K and V.
 
-        With one update and no stored old log-probs, the forward's log-probs are the old ones. A pass before the first
+        With one minibatch and no stored old log-probs, the first forward's are the old ones. A pass before the first
         update scores the audited rows of later ones, and those with stale tokens.
 
         Raises: NotFiniteError: as `step`. LogprobError: the first audited token that differs; no update is applied."""
@@ -90,9 +91,11 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         else:
             scored = self.logprobs(batch.sequences, temperature, scales)
         if batch.old_logprobs is None:
-            corrected, correction = self._objective.corrected(replace(batch, old_logprobs=scored.logprobs))
+            old = scored.logprobs.nan_to_num()
+            corrected, correction = self._objective.corrected(replace(batch, old_logprobs=old))
         elif batch.stale_mask is not None:
             _, correction = self._objective.corrected(replace(batch, old_logprobs=scored.logprobs))
+        reports += self._later_passes(corrected, len(updates), temperature, scales)
         return self._report(batch, corrected, correction, reports), scored
 
     def _scored_updates(
@@ -109,7 +112,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         scores_by_update = list[tuple[Tensor, Tensor]]()
         for update, rows in enumerate(updates):
             part = corrected.rows(rows)
-            with self._guarded():
+            with self._guarded(), progress_round(update, self._config.updates):
                 totals, own = self._accumulate_with_scores(part, temperature, scales, statistics)
                 slices = list(self._slices(part.sequences))
                 scores = _pad_scores(part.sequences, slices, self._ranks.joined(own))

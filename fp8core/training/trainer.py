@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +20,8 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import EngineWeights
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.kv_scales import KvStatistics, Scales
-from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.progress import progress_round
+from fp8core.rl.batch import RolloutBatch, TokenBatch, shuffled
 from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.update_gain import UpdateGain
@@ -36,7 +37,7 @@ _MEAN_METRICS = (
     ),
     Metric(
         "train/clip_fraction",
-        "clipped tokens; 0 with one update per rollout. *Grows: fewer `training.minibatches`.*",
+        "clipped tokens; 0 with one update per rollout. *Grows: fewer `training.minibatches` or `epochs`.*",
         headline="clip",
     ),
     Metric("train/ratio_mean", "new over old probability of tokens, about 1; `gspo`: below"),
@@ -67,6 +68,10 @@ MASK_DIFFERING = Metric(
     better="lower",
     ideal=0.0,
 )
+_LAST_PASS = tuple(
+    Metric(f"train/last_{name}", "mean over the updates of the last pass; with `training.epochs` alone")
+    for name in ("clip_fraction", "ratio_deviation", "reference_kl")
+)
 _FIRST_UPDATE = (RATIO_BIAS, RATIO_DEVIATION, CLIP_FRACTION, REWARD_SLOPE)
 METRICS = (
     *_MEAN_METRICS,
@@ -79,6 +84,7 @@ METRICS = (
     Metric("train/tokens", "tokens of the loss's denominator"),
     Metric("train/rows", "rows of the loss's denominator. *Few rows: see `correction/`.*"),
     *_FIRST_UPDATE,
+    *_LAST_PASS,
     MASK_DIFFERING,
 )
 """Fields of `TrainReport`, there without `train/`."""
@@ -132,6 +138,14 @@ class TrainReport:
     rows: int
     correction: dict[str, float]
     update_gain: float | None
+    last_clip_fraction: float | None = None
+    last_ratio_deviation: float | None = None
+    last_reference_kl: float | None = None
+
+    def content(self) -> dict[str, Any]:
+        """As it is stored: without the last pass where there is but one."""
+        absent = {metric.key for metric in _LAST_PASS if getattr(self, metric.key) is None}
+        return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
 class Trainer(Protocol):
@@ -216,23 +230,36 @@ class PolicyTrainer(ABC):
     arch: Architecture
     _gain: UpdateGain | None = None
 
-    def __init__(self, training: TrainingConfig, objective: Objective) -> None:
+    def __init__(self, training: TrainingConfig, objective: Objective, seed: int) -> None:
         self.version = 0
         self._config = training
         self._objective = objective
+        self._seed = seed
         self._updates = 0
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> TrainReport:
-        """One update per minibatch (`minibatches`), in row order; gradients are clipped by their global norm.
+        """One update per minibatch (`minibatches`), in row order, then the later passes; gradients are clipped by their
+        global norm.
         Raises NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied."""
         corrected, correction = self._objective.corrected(batch)
-        reports = [
-            self._update(corrected.rows(rows), update, temperature, scales)
-            for update, rows in enumerate(
-                minibatches(corrected.loss_mask, corrected.row_mask, self._config.minibatches)
-            )
-        ]
+        parts = minibatches(corrected.loss_mask, corrected.row_mask, self._config.minibatches)
+        reports = [self._update(corrected.rows(rows), update, temperature, scales) for update, rows in enumerate(parts)]
+        reports += self._later_passes(corrected, len(parts), temperature, scales)
         return self._report(batch, corrected, correction, reports)
+
+    def _later_passes(
+        self, batch: RolloutBatch, first: int, temperature: float, scales: Scales
+    ) -> list[dict[str, float]]:
+        """After `first` updates, those of the other passes; each draws its minibatches of the active rows."""
+        rows = active_rows(batch.loss_mask, batch.row_mask)
+        orders = [shuffled(rows, f"pass/{self._seed}/{self.version}/{each}") for each in range(1, self._config.epochs)]
+        count = min(first, len(rows))
+        # In row order: a minibatch is a set.
+        parts = [sorted(order[share]) for order in orders for share in shares(len(rows), count)]
+        return [
+            self._update(batch.rows(part), update, temperature, scales)
+            for update, part in enumerate(parts, start=first)
+        ]
 
     def _report(
         self,
@@ -245,6 +272,7 @@ class PolicyTrainer(ABC):
         if batch.observation_mask is not None:
             expected_mask = expected_mask & ~batch.observation_mask
         first = reports[0] if reports else {metric.key.removeprefix("first_"): 0.0 for metric in _FIRST_UPDATE}
+        last = reports[len(reports) - len(reports) // self._config.epochs :]
         # Of the last update, whichever the step made.
         learning_rate = self._learning_rate(self._updates, len(reports))
         self.version += 1
@@ -261,7 +289,12 @@ class PolicyTrainer(ABC):
             first_reward_slope=None if batch.centred_rewards is None else first["reward_slope"],
             mask_differing=int((batch.policy_mask != expected_mask).sum()),
             update_gain=None if self._gain is None else self._gain.measured(),
-            **{m.key: sum(report[m.key] for report in reports) / max(len(reports), 1) for m in _MEAN_METRICS},
+            **{metric.key: mean_of(reports, metric.key) for metric in _MEAN_METRICS},
+            **(
+                {metric.key: mean_of(last, metric.key.removeprefix("last_")) for metric in _LAST_PASS}
+                if self._config.epochs > 1
+                else {}
+            ),
         )
 
     @abstractmethod
@@ -295,21 +328,21 @@ class PolicyTrainer(ABC):
     def _drop_gradients(self) -> None: ...
 
     def _learning_rate(self, update: int, of_step: int) -> float:
-        """Of an update, from 1 in all and in its step. A step with fewer updates than `minibatches` passes over the
-        places of the others."""
+        """Of an update, from 1 in all and in its step. A step with fewer than `updates` passes over the places of the
+        others."""
         config = self._config
         schedule = self._config.learning_rate_schedule
         peak = max(1, config.warmup_steps)
         if schedule.kind == "constant" or update <= peak:
             return config.learning_rate * min(1.0, update / peak)
         assert schedule.over_steps is not None, "RunConfig sets it"
-        place = self.version * config.minibatches + of_step
-        progress = min(1.0, (place - peak) / (schedule.over_steps * config.minibatches - peak + 1))
+        place = self.version * config.updates + of_step
+        progress = min(1.0, (place - peak) / (schedule.over_steps * config.updates - peak + 1))
         factor = 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return config.learning_rate * (schedule.final_share + (1 - schedule.final_share) * factor)
 
     def _update(self, batch: RolloutBatch, update: int, temperature: float, scales: Scales) -> dict[str, float]:
-        with self._guarded():
+        with self._guarded(), progress_round(update, self._config.updates):
             totals = self._accumulate(batch, temperature, scales)
             totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1, update + 1))
         return totals
@@ -354,11 +387,21 @@ def shares(rows: int, count: int) -> list[slice]:
 def minibatches(loss_mask: Tensor, row_mask: Tensor, count: int) -> list[slice]:
     """The consecutive rows of each update of a step, cut so that each has as many active rows, but for one.
 
-    An active row has a token in `loss_mask`, bool [B, C], and is in `row_mask`, bool [B]. Fewer active rows than
-    `count` make fewer updates: one without a token would move the policy by its moments alone."""
-    active = (loss_mask.any(dim=1) & row_mask).nonzero()[:, 0].tolist()
+    Fewer active rows than `count` make fewer updates: one without a token would move the policy by its moments
+    alone."""
+    active = active_rows(loss_mask, row_mask)
     firsts = [active[share.start] for share in shares(len(active), min(count, len(active)))]
     return [slice(*pair) for pair in pairwise([0, *firsts[1:], len(loss_mask)])] if active else []
+
+
+def active_rows(loss_mask: Tensor, row_mask: Tensor) -> list[int]:
+    """Those with a token in `loss_mask`, bool [B, C], that are in `row_mask`, bool [B]."""
+    rows: list[int] = (loss_mask.any(dim=1) & row_mask).nonzero()[:, 0].tolist()
+    return rows
+
+
+def mean_of(reports: Sequence[Mapping[str, float]], name: str) -> float:
+    return sum(report[name] for report in reports) / max(len(reports), 1)
 
 
 def align_left(response_mask: Tensor, columns: int) -> Tensor:

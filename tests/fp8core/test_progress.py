@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from fp8core.progress import Part, tell_progress
+from fp8core.progress import Part, progress_round, tell_progress
 
 
 def eventually(lines: list[str], pattern: str) -> None:
@@ -24,6 +24,9 @@ def test_a_part_says_what_it_is_how_far_it_is_and_what_is_left() -> None:
         eventually(lines, r"held-out: 0/12,000 after 0:0\d")
         tell_progress(3_000, 12_000)
         eventually(lines, r"held-out: 3,000/12,000 after 0:0\d, 0:\d\d left")
+        with progress_round(1, 4):
+            tell_progress(3_000, 12_000)
+        eventually(lines, r"held-out: 15,000/48,000 after .*")
     said = [*lines]
     time.sleep(0.05)
     assert lines == said, "nothing comes after its end"

@@ -60,10 +60,16 @@ def test_the_clip_sees_the_age_of_a_token(sampled):
     assert moved, "a step learns from tokens of an older policy"
 
 
-def test_a_run_that_was_cut_and_a_replay_are_equal(sampled, tmp_path, monkeypatch):
+@pytest.fixture(scope="module", params=["one pass", "two passes"])
+def ahead(request, sampled, loop_run):
+    return sampled if request.param == "one pass" else loop_run("passes", **SAMPLED, **{"training.epochs": 2})
+
+
+def test_a_run_that_was_cut_and_a_replay_are_equal(ahead, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    run = sampled.copy(tmp_path)
+    run = ahead.copy(tmp_path)
     run.cut_after(3, "train")
     run.resume()
-    assert run.records == sampled.records
+    assert run.records == ahead.records
+    assert set(ahead.metric("alignment/token_mult_prob_error").values()) == {1}
     assert [verdict.outcome for verdict in run.replayed([3])] == ["equal"]

@@ -21,7 +21,9 @@ WRITTEN = torch.ones(16, 1, dtype=torch.bool)
 KINDS = {
     "training": {"logprobs.source": "training"},
     "rollout": {"logprobs.source": "rollout"},
-    "several updates": {"logprobs.source": "rollout", "training.minibatches": 2},
+    "several updates": {"logprobs.source": "rollout", "training.minibatches": 2, "training.epochs": 2},
+    "two passes": {"logprobs.source": "training", "training.epochs": 2},
+    "two passes after one for log-probs": {"training.epochs": 2},
 }
 SAMPLED = load_config("tiny", KINDS["rollout"])
 
@@ -42,7 +44,7 @@ def sampled(request, run_of):
     return run_of(request.param)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[kind for kind in KINDS if kind != "two passes after one for log-probs"])
 def any_kind(request, run_of):
     return run_of(request.param)
 
@@ -70,6 +72,17 @@ def test_every_artifact_is_that_of_a_run_with_a_pass(scored, whole_run):
         assert digests(scored, index) == digests(whole_run, index)
 
 
+def test_later_passes_leave_the_rollout_policy_behind_and_no_bound_minds(run_of):
+    scored, passed = run_of("two passes"), run_of("two passes after one for log-probs")
+    for index in STEPS:
+        assert digests(scored, index) == digests(passed, index)
+        found = metrics(scored, index)
+        assert found == metrics(passed, index)
+        assert found["alignment/token_mult_prob_error"] == 1
+        assert found["train/first_ratio_deviation"] == 0
+    assert max(scored.metric("train/last_ratio_deviation").values()) > 0
+
+
 def test_metrics_are_those_of_the_tokens_that_were_compared(scored, whole_run):
     drawn = set()
     for index in STEPS:
@@ -95,11 +108,11 @@ def test_a_scored_run_is_replayed_and_verified(any_kind, tmp_path, monkeypatch):
     assert not [finding for finding in verify(RunView.read(scored.folder)) if finding.severity == "error"]
 
 
-def test_a_run_that_was_killed_after_its_update_ends_equal(run_of, tmp_path):
-    run = run_of("rollout").copy(tmp_path)
+def test_a_run_that_was_killed_after_its_update_ends_equal(sampled, tmp_path):
+    run = sampled.copy(tmp_path)
     run.cut_after(3, "train")
     run.resume()
-    assert run.records == run_of("rollout").records
+    assert run.records == sampled.records
 
 
 class LyingEngine:
@@ -127,7 +140,7 @@ def test_an_audited_token_that_differs_fails_the_step_before_the_update(sampled,
     with run.opened() as live:
         begin(live)
         live.workers.engine, before = LyingEngine(live.engine, group, sample), live.trainer.digest()
-        began = rf"^step 3, task train: update {2 * live.config.training.minibatches} of policy 2"
+        began = rf"^step 3, task train: update {2 * live.config.training.updates} of policy 2"
         named = rf"{began}: group {group}, sample {sample}, token 1: .* log-prob -\d.*, this"
         with pytest.raises(LogprobError, match=named):
             IN_PROCESS.iterate(live, 3)

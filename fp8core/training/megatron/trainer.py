@@ -47,9 +47,10 @@ class MegatronTrainer(PolicyTrainer):
         objective: Objective,
         device: torch.device,
         ranks: Ranks,
+        seed: int = 0,
     ) -> None:
         """Raises UserError: Transformer Engine follows another scale rule than the contract's."""
-        super().__init__(training, objective)
+        super().__init__(training, objective, seed)
         self.arch = arch
         self._contract = contract
         self._ranks = ranks
@@ -205,4 +206,4 @@ def process_trainer(
     """This process's part, on the first GPU that it sees."""
     objective = Objective(config.loss, config.correction)
     device = torch.device("cuda", 0)
-    return MegatronTrainer(arch, masters, config.precision, config.training, objective, device, ranks)
+    return MegatronTrainer(arch, masters, config.precision, config.training, objective, device, ranks, config.seed)

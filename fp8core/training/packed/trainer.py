@@ -78,7 +78,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         ranks: Ranks = ALONE,
         seed: int = 0,
     ) -> None:
-        super().__init__(training, objective, ranks)
+        super().__init__(training, objective, ranks, seed)
         self.arch = arch
         self._formats = formats
         self._device = device

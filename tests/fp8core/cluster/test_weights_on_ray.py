@@ -65,6 +65,7 @@ def test_a_run_from_scratch_with_a_teacher_on_two_ranks_makes_the_records_of_one
 ):
     settings = {
         **{**WIDER, "warm_start": None, "steps": 1, "rollout.prompts_per_step": 2, "checkpoint.every": 1},
+        **{"training.minibatches": 2, "training.epochs": 2},
         **steps_of_a_teacher_and_a_reference(tmp_path / "teacher"),
     }
     alone = loop_run("alone", **settings)

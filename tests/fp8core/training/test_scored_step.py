@@ -1,5 +1,7 @@
 """The forward of an update gives the log-probs and the statistics that a pass of its own gives, in every trainer."""
 
+import hashlib
+import itertools
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -37,8 +39,9 @@ OBJECTIVES = {
 def trainers(request, architecture, masters_of, trainer_of, first_scales, rollout_batch):
     """Of a contract and an objective: a function that makes equal trainers, a batch and scales."""
 
-    def make(contract, objective, minibatches=1):
-        arch, training = architecture(), TrainingConfig(**CASES[request.param], minibatches=minibatches)
+    def make(contract, objective, minibatches=1, epochs=1):
+        arch = architecture()
+        training = TrainingConfig(**CASES[request.param], minibatches=minibatches, epochs=epochs)
         formats = training_formats(contract, arch.num_layers), rollout_formats(contract, arch.num_layers)
 
         def build():
@@ -133,3 +136,48 @@ def test_each_update_has_rows_that_are_in_the_loss(trainers, keep, updates) -> N
     if not updates:
         assert torch.equal(scored.logprobs.nan_to_num(), expected.logprobs.nan_to_num())
         assert report.digest == case.build().digest(), "nothing moves the policy"
+
+
+def later_pass(rows, of_pass, count):
+    """The minibatches of a pass of step 1 under seed 0, as the documentation has them."""
+
+    def key(row):
+        return hashlib.sha256(f"pass/0/0/{of_pass}/{row}".encode()).digest()
+
+    order = sorted(rows, key=key)
+    bounds = [len(rows) * i // count for i in range(count + 1)]
+    return [sorted(order[first:last]) for first, last in itertools.pairwise(bounds)]
+
+
+def test_later_passes_are_updates_of_minibatches_drawn_anew(trainers) -> None:
+    """Equal to a loop of single updates whose old log-probs are those before the first."""
+    objective = Objective(*OBJECTIVES["token_tis"])
+    case = trainers(FP8, objective, minibatches=2, epochs=3)
+    single, plain, scoring = trainers(FP8, objective).build(), case.build(), case.build()
+    first = [[0, 1, 2], [3, 4, 5]]
+    later = [later_pass([0, 2, 3, 4], each, 2) for each in (1, 2)]
+    assert later[0] != later[1], "each pass draws its own"
+    alone = [single.step(case.batch.rows(rows), 0.9, case.scales) for each in (first, *later) for rows in each]
+    report = plain.step(case.batch, 0.9, case.scales)
+    learnt, _ = scoring.scored_step(case.batch, 0.9, case.scales)
+    assert asdict(learnt) == asdict(report)
+    assert plain.digest() == scoring.digest() == single.digest()
+    assert report.version == 1
+    assert report.learning_rate == alone[-1].learning_rate, "warm-up counts every update"
+    assert report.first_ratio_deviation == alone[0].first_ratio_deviation
+    assert report.clip_fraction == pytest.approx(sum(each.clip_fraction for each in alone) / 6)
+    assert report.last_ratio_deviation == pytest.approx(sum(each.first_ratio_deviation for each in alone[4:]) / 2)
+    assert report.last_ratio_deviation > report.first_ratio_deviation
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_first_forward_gives_the_old_logprobs_of_all_passes(trainers, objective) -> None:
+    case = trainers(FP8, Objective(*OBJECTIVES[objective]), epochs=2)
+    passing, scoring = case.build(), case.build()
+    expected = passing.logprobs(case.batch.sequences, 0.9, case.scales)
+    report = passing.step(replace(case.batch, old_logprobs=expected.logprobs.nan_to_num()), 0.9, case.scales)
+    learnt, scored = scoring.scored_step(replace(case.batch, old_logprobs=None), 0.9, case.scales)
+    assert torch.equal(scored.logprobs.nan_to_num(), expected.logprobs.nan_to_num())
+    assert scored.statistics.amax() == expected.statistics.amax(), "of the first pass alone"
+    assert asdict(learnt) == asdict(report)
+    assert scoring.digest() == passing.digest()
