@@ -103,11 +103,17 @@ def config_sections(schema: Schema) -> str:
     tables = "\n".join(filter(None, parts))
     shown = [section for _, section in sections]
     types = {
-        name: each
+        name: {**each, "properties": _own_properties(each, shown)}
         for name, each in schema["$defs"].items()
         if "properties" in each and f"`{name}`" in tables and each not in shown
     }
     return "\n".join([tables, *(_settings(f"## Values: `{name}`", each, schema) for name, each in types.items())])
+
+
+def _own_properties(model: Schema, shown: Sequence[Schema]) -> Schema:
+    """Without those of a section that it has as a whole: its base."""
+    bases = [each["properties"] for each in shown if each["properties"].items() <= model["properties"].items()]
+    return {key: value for key, value in model["properties"].items() if not any(key in base for base in bases)}
 
 
 def _settings(title: str, section: Schema, schema: Schema) -> str:
@@ -116,7 +122,7 @@ def _settings(title: str, section: Schema, schema: Schema) -> str:
     lines = [
         _setting(key, value, key in required)
         for key, value in section["properties"].items()
-        if not _section_of(value, schema)
+        if not _section_of(value, schema) or "oneOf" in value
     ]
     return "\n".join([title, "", *lines, ""]) if lines else ""
 
@@ -134,7 +140,7 @@ def _section_of(value: Schema, schema: Schema) -> str | None:
     """The definition of a setting that is a section of its own; one with a default is a value."""
     if value.get("default") is not None:
         return None
-    for choice in (value, *value.get("anyOf", ()), *value.get("allOf", ())):
+    for choice in (value, *value.get("anyOf", ()), *value.get("oneOf", ())):
         name = choice.get("$ref", "").rpartition("/")[2]
         if name and "properties" in schema["$defs"].get(name, {}):
             return name
@@ -156,8 +162,8 @@ def _setting(key: str, value: Schema, required: bool) -> str:
 
 def _values(value: Schema) -> str:
     """The values that a setting takes, in words."""
-    if "anyOf" in value:
-        return ", ".join(dict.fromkeys(_values(choice) for choice in value["anyOf"]))
+    if choices := [*value.get("anyOf", ()), *value.get("oneOf", ())]:
+        return ", ".join(dict.fromkeys(map(_values, choices)))
     if "enum" in value or "const" in value:
         return ", ".join(f"`{choice}`" for choice in value.get("enum", [value.get("const")]))
     if "$ref" in value:

@@ -64,7 +64,8 @@ def evaluate(
         target: A run (name or folder), or the folder of a checkpoint.
         step: Step of the run; null: its last.
         config: Configuration to evaluate a checkpoint's folder with; null: that of the run.
-        data: A .jsonl file or Hugging Face dataset, of which all rows are asked; null: the held-out prompts.
+        data: A .jsonl file or Hugging Face dataset, of which all rows are asked; null: the held-out prompts. With
+            a list of sources NAME=FILE, for rows as that source has them.
         prompts: How many; null: all rows, or evaluation.prompts.
         samples: Completions of each prompt, at rollout.temperature; a single one is greedy.
         k: The k of pass@k; null: 1 and all samples.
@@ -99,7 +100,7 @@ def measure_precisions(request: EvaluationRequest, checkpoint: EvaluatedPolicy) 
     """Measure in each precision, and compare each with the first."""
     config = checkpoint.config
     configs = variants(request, config)
-    with closing(build_verifier(config.reward)) as verifier:
+    with closing(build_verifier(config.reward, config.source_rewards)) as verifier:
         with long_part("checking the data"):
             solvable, left_out = problems(request, config, verifier)
         if left_out:
@@ -114,7 +115,7 @@ def measure_precisions(request: EvaluationRequest, checkpoint: EvaluatedPolicy) 
         step=checkpoint.step,
         weights_digest=checkpoint.weights_digest,
         config=config.name,
-        data=config.data.source,
+        data=config.data_title,
         data_digest=problems_digest(question_set.problems),
         prompts=len(question_set.problems),
         samples=question_set.samples,

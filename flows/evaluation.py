@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from flows.run_lookup import description_of, find_run, reload_own
+from fp8core.config.data import DataConfig
 from fp8core.config.load import Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, without_adapters
+from fp8core.config.section import refusal
 from fp8core.data.prompt import Problem, check_prompt
 from fp8core.data.references import Readable, left_out_text, readable
 from fp8core.data.source import build_source
@@ -88,7 +91,7 @@ def check_readable(request: EvaluationRequest) -> None:
         check_engine(one, members_node(one))
         check_shape(one, model.arch)
     check_stop_strings(config, model.tokenizer)
-    with closing(build_verifier(config.reward)) as verifier:
+    with closing(build_verifier(config.reward, config.source_rewards)) as verifier:
         solvable = problems(request, config, verifier).problems
     positions = longest_row(config, model.arch)
     for problem in solvable:
@@ -149,7 +152,7 @@ def problems(request: EvaluationRequest, config: RunConfig, verifier: Verifier) 
         rows = all_problems(config, request.prompts)
     split_rows = readable(rows, config, verifier)
     if not split_rows.problems:
-        raise UserError(f"{config.data.source}: {left_out_text(split_rows.left_out, len(rows))}; none is left")
+        raise UserError(f"{config.data_title}: {left_out_text(split_rows.left_out, len(rows))}; none is left")
     return split_rows
 
 
@@ -200,25 +203,34 @@ def _config(request: EvaluationRequest, weights: Path) -> RunConfig:
         "revision": None,
         "architecture": None,
         "warm_start": None,
-        **_data_overrides(request),
     }
+    if request.data is None and request.prompts is not None:
+        own = {**own, "evaluation.prompts": request.prompts}
     settings = merged_overrides(request.overrides or {}, own)
     if request.config is not None:
-        return without_adapters(load_config(request.config, settings))
-    if _is_checkpoint(request.target):
+        config = load_config(request.config, settings)
+    elif _is_checkpoint(request.target):
         raise UserError(
             f"{request.target}: is a checkpoint; name the configuration to evaluate it with by --config: a shipped one "
             "or a file"
         )
-    return without_adapters(reload_own(description_of(find_run(request.target)), settings))
+    else:
+        config = reload_own(description_of(find_run(request.target)), settings)
+    return without_adapters(config if request.data is None else _asked_of(config, request.data))
 
 
-def _data_overrides(request: EvaluationRequest) -> dict[str, Any]:
-    settings = {
-        "data.source": request.data,
-        "evaluation.prompts": request.prompts if request.data is None else None,
-    }
-    return {key: value for key, value in settings.items() if value is not None}
+def _asked_of(config: RunConfig, data: str) -> RunConfig:
+    """The configuration with another file or dataset, of a list as one of its sources reads and checks it."""
+    name, _, place = data.partition("=") if config.listed_sources else ("", "", data)
+    if name not in config.sources or not place:
+        names = ", ".join(config.sources)
+        raise UserError(f"data={data}: the run has a list of sources ({names}); give NAME=FILE for rows as NAME has")
+    settings = config.sources[name].model_dump(include=set(DataConfig.model_fields))
+    try:
+        narrow = DataConfig(**{**settings, "source": place})
+    except ValidationError as error:
+        raise refusal(error, DataConfig, settings, "data") from error
+    return config.model_copy(update={"data": narrow, "reward": config.source_rewards.get(name, config.reward)})
 
 
 def _sample_counts(request: EvaluationRequest) -> list[int]:

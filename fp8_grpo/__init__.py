@@ -24,6 +24,7 @@ from typing import Any
 from flows.launch import say
 from flows.termination import ExitCode
 from fp8core import durable
+from fp8core.config.data import data_key
 from fp8core.config.load import load_config
 from fp8core.config.run import made_name
 from fp8core.errors import UserError
@@ -68,36 +69,40 @@ class Run:
 def train(
     config: Config = "tiny",
     *,
-    reward: Callable[..., object] | str | None = None,
+    reward: Callable[..., object] | str | Mapping[str, Callable[..., object] | str] | None = None,
     dataset: Any = None,
     **settings: Any,
 ) -> Run:
     """Train as `fp8-grpo run` does, with its output here; with the `run` of an earlier call, continue that training.
 
     config: a shipped name, a YAML file, or a mapping with a `base`. reward: `reward(completion, answer, **columns)`, or
-    a value of `reward.verifier`. dataset: rows as dicts, a table of pandas or pyarrow, or a value of `data.source`.
-    settings: sections (`rollout={"group_size": 4}`) or dotted keys.
+    a value of `reward.verifier`. dataset: rows as dicts, a table of pandas or pyarrow, or a value of `data.source`. For
+    a list of sources, either is a dict by their names. settings: sections (`rollout={"group_size": 4}`) or dotted
+    keys.
     Raises UserError: a mistake in these; RuntimeError: the training failed, or a bound paused it; KeyboardInterrupt.
     """
     base, overrides = _layers(config)
     overrides |= settings
+    datasets = {data_key(name): each for name, each in _by_source(dataset).items()}
+    rewards = _by_source(reward)
     # The reading of fields and folders needs no file yet.
-    known = load_config(base, overrides if dataset is None else {**overrides, "data.source": "rows.jsonl"})
+    known = load_config(base, {**overrides, **{f"{key}.source": "rows.jsonl" for key in datasets}})
     inputs = known.runs / "inputs"
-    rows: list[dict[str, Any]] = []
-    if isinstance(dataset, str | os.PathLike):
-        overrides["data.source"] = os.fspath(dataset)
-    elif dataset is not None:
-        rows = _rows(dataset)
-        overrides["data.source"] = str(_input(inputs, "rows.jsonl", _json_lines(rows)))
-    if callable(reward):
-        overrides["reward.verifier"] = _code_path(reward, inputs)
-        fields = (known.data.question_field, known.data.answer_field, known.data.messages_field)
-        others = {name.partition(".")[0] for name in fields if name is not None}
-        if columns := _columns(reward, rows, others):
-            overrides.setdefault("data.columns", columns)
-    elif reward is not None:
-        overrides["reward.verifier"] = reward
+    rows = {key: _rows(each) for key, each in datasets.items() if not isinstance(each, str | os.PathLike)}
+    for key, each in datasets.items():
+        path = _input(inputs, "rows.jsonl", _json_lines(rows[key])) if key in rows else each
+        overrides[f"{key}.source"] = os.fspath(path)
+    for name, one in rewards.items():
+        overrides[f"{data_key(name)}.verifier" if name else "reward.verifier"] = (
+            _code_path(one, inputs) if callable(one) else one
+        )
+    for name, data in known.sources.items():
+        key = data_key(name)
+        one = rewards.get(name, rewards.get(""))
+        fields = (data.question_field, data.answer_field, data.messages_field)
+        others = {field.partition(".")[0] for field in fields if field is not None}
+        if callable(one) and not data.columns and (columns := _columns(one, rows.get(key, []), others)):
+            overrides[f"{key}.columns"] = columns
     name = overrides["run"] = known.run or made_name(known.name, secrets.token_hex(4))
     return _trained(known.runs.absolute() / name, ["run", base, *_words(overrides)])
 
@@ -110,6 +115,13 @@ def _layers(config: Config) -> tuple[str, dict[str, Any]]:
     if not isinstance(base := overrides.pop("base", None), str):
         raise UserError('config: the mapping has no `base`, as in {"base": "tiny"}')
     return base, overrides
+
+
+def _by_source(value: Any) -> dict[str, Any]:
+    """By the name of a source in a list; without one for all."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return {} if value is None else {"": value}
 
 
 def _words(settings: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,8 @@ class Curve:
     """The chart of a metric over the steps of a run; in section `own` the name of the metric is its title.
 
     y_label: else the unit of the metric. over: the name of a metric that the value is divided by. include: values that
-    are on the y axis in any case. bounds: label -> y of a horizontal line.
+    are on the y axis in any case. bounds: label -> y of a horizontal line. parts: each part that a `*` stands for has a
+    line; else the largest value has one.
     """
 
     section: CurveSection
@@ -37,6 +38,7 @@ class Curve:
     include: tuple[float, ...] = ()
     bounds: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+    parts: bool = False
 
 
 class Column(NamedTuple):

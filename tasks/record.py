@@ -15,6 +15,7 @@ from fp8core.metrics.registry import find_metric
 from fp8core.metrics.reward import reward_metrics
 from fp8core.metrics.rollout import STREAM_COLUMNS, UNVERIFIABLE, rollout_metrics, stream_metrics
 from fp8core.metrics.scales import LAG_ERROR, SATURATED, scale_metrics
+from fp8core.metrics.sources import source_metrics
 from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import pad_column
 from fp8core.rl.losses import ClipRange
@@ -76,6 +77,7 @@ def record(run: StepContext, index: int, options: NoOptions, **artifacts: Ref) -
         metrics = {
             **reward_metrics(reward_table, baseline_mask(reward_table, run.config)),
             **rollout_metrics(completions, logprob_table),
+            **source_metrics(reward_table, completions, policy_mask.sum(dim=1).double().tolist()),
             **{
                 f"alignment/{name}": value for name, value in mismatch(completions, against, compared_mask, cap).items()
             },

@@ -20,7 +20,9 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--step", type=at_least(0), metavar="N", help="step of the run (default: its last)")
     parser.add_argument("--config", help="configuration of a checkpoint's folder (default: that of the run)")
     parser.add_argument(
-        "--data", metavar="SOURCE", help="a .jsonl file or Hugging Face dataset (default: the held-out prompts)"
+        "--data",
+        metavar="SOURCE",
+        help="a .jsonl file or Hugging Face dataset, NAME=FILE for one of several sources (default: held-out prompts)",
     )
     parser.add_argument("--prompts", type=at_least(1, 1_000_000), metavar="N", help="how many prompts")
     parser.add_argument("--samples", type=at_least(1, 4096), metavar="N", help="completions of each prompt (default 1)")
@@ -44,6 +46,12 @@ def add_commands(commands: Any) -> None:
     parser.set_defaults(command=evaluate_target)
 
 
+def _absolute(data: str) -> str:
+    """With the absolute path of the file in `FILE` or `NAME=FILE`; a name of a dataset stays."""
+    place = data if Path(data).exists() else data.partition("=")[2]
+    return f"{data.removesuffix(place)}{Path(place).absolute()}" if place and Path(place).exists() else data
+
+
 def evaluate_target(options: argparse.Namespace) -> int:
     """Run the flow; returns the exit code (1: it failed), raises UserError."""
     from flows.evaluation import EvaluationRequest, check_readable, refuse
@@ -53,8 +61,8 @@ def evaluate_target(options: argparse.Namespace) -> int:
         folder = find_run(options.target)
         if options.config is None:  # Else what is named is named from here.
             options.target = str(folder)
-            if options.data is not None and Path(options.data).exists():
-                options.data = str(Path(options.data).absolute())
+            if options.data is not None:
+                options.data = _absolute(options.data)
             enter_origin(folder)
         admit_code(folder, options.overrides, here, trust=options.trust)
     if options.config is not None:

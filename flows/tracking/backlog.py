@@ -224,7 +224,7 @@ def precision(config: RunConfig) -> str:
 
 def _note(run: RunContext) -> str:
     config = run.config
-    what = f"**GRPO, `{config.name}`**: {config.steps} steps, seed {config.seed}, data `{config.data.source}`."
+    what = f"**GRPO, `{config.name}`**: {config.steps} steps, seed {config.seed}, data `{config.data_title}`."
     return f"{what}\n\nPrecision: `{precision(config)}`. Report: artifact `{REPORT}`."
 
 

@@ -1,9 +1,10 @@
 """Settings of the data: rows of the user's own, or the generated task."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
+from fp8core.config.reward import RewardConfig, Verifier
 from fp8core.config.section import Section, UserSource
 
 _QUESTION = "{question}"
@@ -66,9 +67,10 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
 
     @property
-    def vocabulary_size(self) -> int:
-        """Of a model from scratch: the characters of the generated task, or of ASCII text, leave some tokens unused."""
-        return 32 if self.source == "chain" else 128
+    def prompt_form(self) -> tuple[object, ...]:
+        """All that decides how a row becomes a prompt."""
+        fields = (self.question_field, self.messages_field)
+        return (*fields, self.template, self.system, self.chat, self.template_arguments)
 
     @model_validator(mode="after")
     def _messages_are_chat(self) -> "DataConfig":
@@ -86,3 +88,37 @@ class DataConfig(Section):
         if _QUESTION not in template:
             raise ValueError("the text has no {question}, so every prompt would be the same; add it where rows differ")
         return template
+
+
+class SourceConfig(DataConfig):
+    """One of a list of sources. It has the settings of `data`, and these."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$", description="Of its metrics: reward/source/NAME.")
+    weight: float = Field(1.0, ge=1e-6, le=1e6, description="Share of the prompts, beside the weights of the others.")
+    verifier: Verifier | None = Field(None, description="Of its rows; null: that of `reward`.")
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Of `verifier`, as in `reward`.")
+    heldout: UserSource | None = Field(
+        None, min_length=1, description="File of its held-out rows; null holds out one prompt in eight."
+    )
+
+    @model_validator(mode="after")
+    def _verifier_is_one(self) -> "SourceConfig":
+        if self.verifier is not None:
+            RewardConfig(verifier=self.verifier, options=self.options)
+        elif self.options:
+            raise ValueError("options are those of a verifier; set verifier, or reward.options")
+        if self.source == "chain" and self.heldout is not None:
+            raise ValueError("heldout: the chain task holds out prompts of its own; unset it")
+        return self
+
+
+Data = Annotated[
+    Annotated[DataConfig, Tag("DataConfig")]
+    | Annotated[list[SourceConfig], Field(min_length=1, max_length=32), Tag("SourceConfig")],
+    Discriminator(lambda data: "SourceConfig" if isinstance(data, list) else "DataConfig"),
+]
+
+
+def data_key(source: str) -> str:
+    """The key of a source's settings; a single one has no name."""
+    return f"data.{source}" if source else "data"

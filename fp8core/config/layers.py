@@ -154,7 +154,8 @@ def _merge(below: Any, above: Any, key: str, places: Mapping[str, str]) -> Any:
         for name in above:
             if name not in names:
                 place = places[f"{key}.{name}"]
-                raise UserError(f"{key}.{name}: there is no step {name}; {suggestion(name, names)} ({place})")
+                kind = "step" if key == "pipeline.steps" else "item"
+                raise UserError(f"{key}.{name}: there is no {kind} {name}; {suggestion(name, names)} ({place})")
         return [_merge(item, above.get(item["name"], {}), f"{key}.{item['name']}", places) for item in below]
     result = dict(below) if isinstance(below, Mapping) else {}
     for part, value in above.items():

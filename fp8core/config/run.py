@@ -4,13 +4,14 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from fp8core.config.cluster import ClusterConfig
-from fp8core.config.data import DataConfig
+from fp8core.config.data import Data, DataConfig, SourceConfig, data_key
 from fp8core.config.engines import SglangConfig, VllmConfig
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
@@ -193,7 +194,7 @@ class RunConfig(Section):
     model: str | None = Field(None, min_length=1, description="Checkpoint: a Hugging Face folder or a hub id.")
     revision: str | None = Field(None, description="Commit of a hub model; pinned in the manifest.")
     architecture: ArchitectureConfig | None = Field(None, description="Build this decoder from scratch instead.")
-    data: DataConfig = Field(default_factory=DataConfig)
+    data: Data = Field(default_factory=DataConfig, description="One source of prompts, or several by weight.")
     warm_start: WarmStartConfig | None = None
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     environment: EnvironmentConfig | None = Field(None, description="What answers the policy turn by turn; null: none.")
@@ -215,6 +216,52 @@ class RunConfig(Section):
     pipeline: PipelineConfig
 
     @property
+    def sources(self) -> dict[str, DataConfig]:
+        """By name; a single source has the name ``."""
+        return {"": self.data} if isinstance(self.data, DataConfig) else {**self.listed_sources}
+
+    @property
+    def listed_sources(self) -> dict[str, SourceConfig]:
+        """Empty where `data` is a single source."""
+        return {} if isinstance(self.data, DataConfig) else {source.name: source for source in self.data}
+
+    @property
+    def source_rewards(self) -> dict[str, RewardConfig]:
+        """`reward` with the verifier of each source of a list."""
+        return {
+            name: self.reward
+            if source.verifier is None
+            else self.reward.model_copy(update={"verifier": source.verifier, "options": source.options})
+            for name, source in self.listed_sources.items()
+        }
+
+    @property
+    def verifier_settings(self) -> dict[str, str]:
+        """By source, the setting that names its verifier, as `key=value`."""
+        own = {name: source.verifier for name, source in self.listed_sources.items()}
+        main = f"reward.verifier={self.reward.verifier}"
+        return {name: f"{data_key(name)}.verifier={path}" if (path := own.get(name)) else main for name in self.sources}
+
+    @property
+    def data_title(self) -> str:
+        """`chain`, or of a list `easy=a.jsonl, hard=b.jsonl`."""
+        return ", ".join(f"{name}={data.source}" if name else data.source for name, data in self.sources.items())
+
+    @property
+    def is_generated(self) -> bool:
+        """True if all prompts are of the chain task."""
+        return all(data.source == "chain" for data in self.sources.values())
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Of a model from scratch: the characters of the generated task, or of ASCII text, leave some tokens unused."""
+        return 32 if self.is_generated else 128
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return max(data.max_prompt_tokens for data in self.sources.values())
+
+    @property
     def features(self) -> frozenset[Feature]:
         """Those that the steps of the pipeline depend on: a step, an input or an output may be there only with one."""
         features: dict[Feature, bool] = {
@@ -228,7 +275,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":
-        for problem in (*_model_problems(self), *_update_problems(self), *_episode_problems(self)):
+        for problem in chain(
+            _model_problems(self), _data_problems(self), _update_problems(self), _episode_problems(self)
+        ):
             raise ValueError(problem)
         return self
 
@@ -237,25 +286,45 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
     if (config.model is None) == (config.architecture is None):
         yield "exactly one of `model` (a checkpoint folder or hub id) and `architecture` (from scratch) must be set"
     if (warm := config.warm_start) is not None:
-        if warm.demonstrations is None and config.data.source != "chain":
+        chains = [data for data in config.sources.values() if data.source == "chain"]
+        if warm.demonstrations is None and not chains:
             yield (
-                f"warm_start makes demonstrations of the chain task, but data.source is {config.data.source}; "
+                f"warm_start makes demonstrations of the chain task, but data.source is {config.data_title}; "
                 "set warm_start.demonstrations to a file of your own, or warm_start to null"
             )
         if warm.step_by_step_share + warm.tool_share > 1:
             yield "warm_start.step_by_step_share and tool_share are more than 1 together"
-        options = {"modulus": config.data.chain.modulus, "left_to_right": True}
         environment = config.environment
-        if warm.tool_share and (environment is None or environment.options != options):
-            yield (
-                f"warm_start.tool_share={warm.tool_share} needs environment.name=calculator with options "
-                f"{{modulus: {options['modulus']}, left_to_right: true}}, the rules of the chain task"
-            )
+        for modulus in {data.chain.modulus for data in chains or config.sources.values()} if warm.tool_share else ():
+            options = {"modulus": modulus, "left_to_right": True}
+            if environment is None or environment.options != options:
+                yield (
+                    f"warm_start.tool_share={warm.tool_share} needs environment.name=calculator with options "
+                    f"{{modulus: {modulus}, left_to_right: true}}, the rules of the chain task"
+                )
     if config.training.trainer == "megatron":
         grid, ranks = config.training.megatron, config.cluster.ranks
         for name, group in (("tensor_parallel", grid.tensor_parallel), ("expert_parallel", grid.expert_parallel)):
             if ranks % group:
                 yield f"cluster.ranks={ranks} is no multiple of training.megatron.{name}={group}"
+
+
+def _data_problems(config: RunConfig) -> Iterator[str]:
+    if isinstance(config.data, DataConfig):
+        return
+    if len(config.sources) < len(config.data):
+        yield "data: two sources have one name"
+    if config.evaluation.source is not None:
+        yield f"evaluation.source={config.evaluation.source}: data is a list; set heldout of a source instead"
+    warm = config.warm_start
+    first, *others = config.data
+    if warm is not None and warm.demonstrations is not None and any(first.prompt_form != o.prompt_form for o in others):
+        yield (
+            f"warm_start.demonstrations={warm.demonstrations}: the sources of data have different fields, templates or "
+            "system prompts, so a demonstration has no one prompt; give them the same"
+        )
+    if config.environment is not None and any(first.template_arguments != o.template_arguments for o in others):
+        yield "data: with an environment all sources need the same template_arguments, which write its later turns"
 
 
 def _update_problems(config: RunConfig) -> Iterator[str]:
@@ -341,6 +410,11 @@ def own_code(config: RunConfig) -> dict[str, str]:
         *((("environment.name", config.environment.name, SHIPPED_ENVIRONMENTS),) if config.environment else ()),
         *((f"tracking.services.{at}", path, TRACKERS) for at, path in enumerate(config.tracking.services)),
         *((f"reward.others.{other.name}", other.verifier, SHIPPED_VERIFIERS) for other in config.reward.others),
+        *(
+            (f"{data_key(name)}.verifier", source.verifier, SHIPPED_VERIFIERS)
+            for name, source in config.listed_sources.items()
+            if source.verifier is not None
+        ),
     )
     if config.cluster.address is not None:
         own_paths[CLUSTER] = config.cluster.address

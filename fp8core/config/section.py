@@ -119,11 +119,12 @@ def _value_text(value: Any) -> str:
 
 
 def _known_keys(model: type[BaseModel], section: Sequence[int | str]) -> list[str]:
+    choices: list[type[BaseModel]] = []
     for part in section:
-        section_keys = [
-            _model_in(info.annotation) for name, info in model.model_fields.items() if part == (info.alias or name)
-        ]
-        model = next((each for each in section_keys if each is not None), model)
+        # The name of a field, else pydantic's of a branch of its union.
+        annotations = [info.annotation for name, info in model.model_fields.items() if part == (info.alias or name)]
+        choices = [each for annotation in annotations for each in _models_in(annotation)] or choices
+        model = next((each for each in choices if annotations or each.__name__ == part), model)
     return [info.alias or name for name, info in model.model_fields.items()]
 
 
@@ -132,11 +133,12 @@ def places_of(model: type[BaseModel], word: str, prefix: str = "") -> Iterator[s
         key = f"{prefix}{info.alias or name}"
         if word == (info.alias or name):
             yield key
-        if (section := _model_in(info.annotation)) is not None:
+        if (section := next(_models_in(info.annotation), None)) is not None:
             yield from places_of(section, word, f"{key}.")
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((each for each in map(_model_in, get_args(annotation)) if each is not None), None)
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)

@@ -9,9 +9,10 @@ import itertools
 import json
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from fp8core.errors import UserError
 _APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERATIONS = "".join(_APPLY)
 EOS = "$"
+_QUESTION = re.compile(r"[0-9]+([-+*][0-9]+)+=")
 ALPHABET = "0123456789" + OPERATIONS + "=,#" + EOS
 
 # Questions drawn at once. Part of the random stream: another value gives other questions for the same seed.
@@ -69,6 +71,7 @@ class ChainSource:
 
     def __init__(self, config: ChainTaskConfig) -> None:
         self._config = config
+        self._holds_out: Callable[[str], bool] = is_heldout
 
     def training_digest(self) -> str:
         settings = {"generator": __name__, "heldout_one_in": HELDOUT_ONE_IN, **self._config.model_dump()}
@@ -79,7 +82,10 @@ class ChainSource:
 
     def training(self, step: int, count: int, seed: int) -> list[Problem]:
         """Independent draws that are not held out; a question may come again."""
-        return [_problem(question) for question in self._training_questions("training", step, count, seed)]
+        return self.at(step, count, seed)
+
+    def at(self, position: int, count: int, seed: int) -> list[Problem]:
+        return [_problem(question) for question in self._training_questions("training", position, count, seed)]
 
     def heldout(self, count: int) -> list[Problem]:
         """Different held-out questions in a fixed random order. Raises UserError when too few exist."""
@@ -87,7 +93,7 @@ class ChainSource:
         questions = list(itertools.islice(dict.fromkeys(filter(is_heldout, draws)), count))
         if len(questions) < count:
             raise UserError(
-                f"evaluation.prompts={count}, but the chain task with at most data.chain.max_operands="
+                f"evaluation.prompts takes {count} questions, but the chain task with at most data.chain.max_operands="
                 f"{self._config.max_operands} operands has only {len(questions)} held-out questions"
             )
         return [_problem(question) for question in questions]
@@ -95,6 +101,18 @@ class ChainSource:
     def to_check(self) -> list[Problem]:
         one = "1".zfill(self._config.digits)
         return [_problem(self._config.operations[0].join([one] * self._config.max_operands) + "=")]
+
+    def without(self, rows: Iterable[Problem]) -> Self:
+        assert not [*rows], "nothing is left out of what is generated"
+        return self
+
+    def holds_out(self, question: str) -> bool:
+        return _QUESTION.fullmatch(question) is not None and is_heldout(question)
+
+    def never_training(self, holds_out: Callable[[str], bool]) -> Self:
+        less = copy(self)
+        less._holds_out = lambda question: is_heldout(question) or holds_out(question)
+        return less
 
     def demonstrations(
         self, step: int, count: int, seed: int, step_by_step_share: float, tool_share: float = 0.0
@@ -114,7 +132,7 @@ class ChainSource:
 
     def _training_questions(self, purpose: str, step: int, count: int, seed: int) -> list[str]:
         draws = _questions(self._config, generator(seed, purpose, step))
-        return list(itertools.islice(itertools.filterfalse(is_heldout, draws), count))
+        return list(itertools.islice(itertools.filterfalse(self._holds_out, draws), count))
 
 
 def _questions(config: ChainTaskConfig, rng: np.random.Generator) -> Iterator[str]:

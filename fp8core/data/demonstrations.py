@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fp8core.config.run import RunConfig, WarmStartConfig
-from fp8core.data.chain import ChainSource, Demonstration, running_values, tool_call
+from fp8core.data.chain import EOS, ChainSource, Demonstration, running_values, tool_call
+from fp8core.data.mixed import MixedSource
 from fp8core.data.prompt import PromptSource, encode_prompt
 from fp8core.data.source import read_file
 from fp8core.environments.chat import OBSERVATION
@@ -41,18 +42,26 @@ def demonstration_batch(rows: Sequence[TokenisedDemonstration]) -> TokenBatch:
 def chain_demonstrations(
     step: int, config: RunConfig, warm: WarmStartConfig, source: PromptSource, tokenizer: Tokenizer
 ) -> list[TokenisedDemonstration]:
-    """The batch of a step of a warm start; a pure function."""
-    assert isinstance(source, ChainSource), "RunConfig demands a file of demonstrations elsewhere"
-    rows = source.demonstrations(step, warm.batch_size, config.seed, warm.step_by_step_share, warm.tool_share)
+    """The batch of a step of a warm start; a pure function. Chain tasks of a list take turns."""
+    parts = source.parts.values() if isinstance(source, MixedSource) else [source]
+    chains = [part for part in parts if isinstance(part, ChainSource)]
+    rows = chains[step % len(chains)].demonstrations(
+        step, warm.batch_size, config.seed, warm.step_by_step_share, warm.tool_share
+    )
     return [_tokenise(row, tokenizer) for row in rows]
+
+
+def chain_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Tokens of a text that ends with EOS; a model that also reads other data has another token for that."""
+    return [*tokenizer.encode(text.removesuffix(EOS)), tokenizer.end_id]
 
 
 def _tokenise(row: Demonstration, tokenizer: Tokenizer) -> TokenisedDemonstration:
     prompt = tokenizer.encode(row.question)
-    completion = tokenizer.encode(row.completion)
+    completion = chain_tokens(row.completion, tokenizer)
     if row.style != "tool":
         return TokenisedDemonstration(prompt, completion)
-    call = tokenizer.encode(tool_call(row.question))
+    call = chain_tokens(tool_call(row.question), tokenizer)
     answer = tokenizer.encode(f"{OBSERVATION}{running_values(row.question)[-1]}")
     policy_mask = [True] * len(call) + [False] * len(answer) + [True] * len(completion)
     return TokenisedDemonstration(prompt, [*call, *answer, *completion], policy_mask)
@@ -64,9 +73,10 @@ def own_demonstrations(
     """All rows of `warm_start.demonstrations`, each with the prompt that a rollout of its question has. Raises
     UserError: the file cannot be read, or a row (`file:line`) is no demonstration or longer than the model takes."""
     assert warm.demonstrations is not None, "a file was chosen"
-    rows = read_file(Path(warm.demonstrations), config.data.model_copy(update={"answer_field": warm.completion_field}))
+    source, data = next(iter(config.sources.items()))
+    rows = read_file(Path(warm.demonstrations), data.model_copy(update={"answer_field": warm.completion_field}))
     demonstrations = []
-    for row in rows:
+    for row in (replace(row, source=source) for row in rows):
         _text, prompt = encode_prompt(row, config, tokenizer, max_positions)
         try:
             completion = [*tokenizer.encode(row.answer), tokenizer.end_id]

@@ -5,10 +5,11 @@ import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
+from fp8core.config.data import DataConfig, data_key
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ class Problem:
     """A question with the text that its answer is checked against, and where it was read, for errors.
 
     `before` are the turns before the question, and `columns` other columns of its row, a JSON object or empty.
+    `source` is the name of its source where `data` is a list.
     """
 
     prompt_id: str
@@ -37,6 +39,7 @@ class Problem:
     place: str = field(default="", compare=False)
     before: tuple[Message, ...] = ()
     columns: str = ""
+    source: str = ""
 
     @property
     def whole_question(self) -> str:
@@ -72,6 +75,10 @@ class PromptSource(Protocol):
 
     def to_check(self) -> Iterable[Problem]:
         """Problems that show, before any work, what may be wrong with any of them: all rows, or the longest made."""
+        ...
+
+    def without(self, rows: Iterable[Problem]) -> Self:
+        """The same source without some of its rows. Raises UserError when nothing is left to train on."""
         ...
 
 
@@ -125,15 +132,24 @@ def encode_prompt(
 
 def check_length(problem: Problem, tokens: int, of_what: str, config: RunConfig, max_positions: int) -> None:
     """Raises UserError, with the place of the problem, on a prompt of so many tokens that does not fit."""
-    limit = longest_prompt(config, max_positions)
+    limit = _longest(problem, config, max_positions)
     if not 0 < tokens <= limit:
         fitting = f"1 to {limit} fit" if limit > 0 else "none fit"
         place = f"{problem.place}: " if problem.place else ""
+        setting = f"{data_key(problem.source)}.max_prompt_tokens={_data(problem, config).max_prompt_tokens}"
         raise UserError(
             f"{place}prompt {problem.prompt_id} ({problem.question[:40]!r}) has {tokens} {of_what}; {fitting} "
-            f"(data.max_prompt_tokens={config.data.max_prompt_tokens}, {max_positions} positions of model and engine, "
+            f"({setting}, {max_positions} positions of model and engine, "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}); change one of these, or the row"
         )
+
+
+def _data(problem: Problem, config: RunConfig) -> DataConfig:
+    return config.sources[problem.source]
+
+
+def _longest(problem: Problem, config: RunConfig, max_positions: int) -> int:
+    return min(_data(problem, config).max_prompt_tokens, longest_prompt(config, max_positions))
 
 
 def check_prompt(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
@@ -143,17 +159,17 @@ def check_prompt(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_
     The characters of a model from scratch are few: of that every prompt is encoded.
     """
     text, _ = prompt_text(problem, config, tokenizer)
-    if config.architecture is not None or len(text.encode()) + _ADDED_TOKENS > longest_prompt(config, max_positions):
+    if config.architecture is not None or len(text.encode()) + _ADDED_TOKENS > _longest(problem, config, max_positions):
         encode_prompt(problem, config, tokenizer, max_positions)
 
 
 def question_text(problem: Problem, config: RunConfig) -> str:
-    return config.data.template.replace("{question}", problem.question)
+    return _data(problem, config).template.replace("{question}", problem.question)
 
 
 def prompt_messages(problem: Problem, config: RunConfig) -> list[Message]:
     """The messages of a prompt: `data.system` unless the row has a system prompt, earlier turns, the question."""
-    system = config.data.system
+    system = _data(problem, config).system
     has_system = any(message.role == "system" for message in problem.before)
     first = [] if system is None or has_system else [Message("system", system)]
     return [*first, *problem.before, Message("user", question_text(problem, config))]
@@ -166,11 +182,13 @@ def messages_of(problem: Problem, config: RunConfig) -> str:
 
 def prompt_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tuple[str, bool]:
     """The text of a prompt, and whether a chat template made it. Raises UserError: there is no way to write it."""
-    if config.data.chat and tokenizer.has_template:
+    data = _data(problem, config)
+    if data.chat and tokenizer.has_template:
         messages = [message._asdict() for message in prompt_messages(problem, config)]
-        return tokenizer.render(messages, arguments=config.data.template_arguments), True
-    if config.data.system is not None:
-        raise UserError("data.system: the model has no chat template; write the text into data.template")
+        return tokenizer.render(messages, arguments=data.template_arguments), True
+    if data.system is not None:
+        key = data_key(problem.source)
+        raise UserError(f"{key}.system: the model has no chat template; write the text into {key}.template")
     if problem.before:
         raise UserError(f"{problem.place}: there are turns before the question, and the model has no chat template")
     return question_text(problem, config), False

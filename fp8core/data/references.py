@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fp8core.config.data import data_key
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem
 from fp8core.errors import UserError
@@ -28,18 +29,24 @@ class Readable(NamedTuple):
 
 def readable(problems: Sequence[Problem], config: RunConfig, verifier: Verifier) -> Readable:
     """Raises UserError, with all counted and the first named, where some cannot be read and may not be left out."""
-    if config.data.source == "chain" and config.reward.verifier == "integer":
-        raise UserError(
-            "reward.verifier=integer: the reference of a chain is its digits after one #, and integer reads what is "
-            "after ####; set reward.verifier to chain, or data.source"
-        )
-    faults = _faults(problems, verifier)
-    left_out = [Unreadable(row, faults[row.answer]) for row in problems if row.answer in faults]
-    if left_out and (config.data.unreadable == "refuse" or config.data.source == "chain"):
-        row, fault = left_out[0]
-        cure = "correct them, or leave their rows out with data.unreadable=skip"
-        raise UserError(f"{_at(row)}{fault}; {left_out_text(left_out, len(problems))}; {cure}")
-    return Readable([row for row in problems if row.answer not in faults], left_out)
+    faults = dict[tuple[str, str], str]()
+    for name, data in config.sources.items():
+        rows = [row for row in problems if row.source == name]
+        if data.source == "chain" and config.source_rewards.get(name, config.reward).verifier == "integer":
+            raise UserError(
+                f"{config.verifier_settings[name]}: the reference of a chain is its digits after one #, and integer "
+                f"reads what is after ####; set it to chain, or {data_key(name)}.source"
+            )
+        source_faults = _faults(rows, verifier, name)
+        left_out = [Unreadable(row, source_faults[row.answer]) for row in rows if row.answer in source_faults]
+        if left_out and (data.unreadable == "refuse" or data.source == "chain"):
+            row, fault = left_out[0]
+            cure = f"correct them, or leave their rows out with {data_key(name)}.unreadable=skip"
+            raise UserError(f"{_at(row)}{fault}; {left_out_text(left_out, len(rows))}; {cure}")
+        faults |= {(name, answer): fault for answer, fault in source_faults.items()}
+    every = [(row, faults.get((row.source, row.answer))) for row in problems]
+    left_out = [Unreadable(row, fault) for row, fault in every if fault is not None]
+    return Readable([row for row, fault in every if fault is None], left_out)
 
 
 def left_out_text(left_out: Sequence[Unreadable], total: int) -> str:
@@ -52,12 +59,12 @@ def _at(row: Problem) -> str:
     return f"{row.place}: " if row.place else ""
 
 
-def _faults(problems: Sequence[Problem], verifier: Verifier) -> dict[str, str]:
+def _faults(problems: Sequence[Problem], verifier: Verifier, source: str) -> dict[str, str]:
     rows = list({row.answer: row for row in reversed(problems)}.values())
     fault_of = dict[str, str]()
     for begin in range(0, len(rows), _AT_ONCE):
         tell_progress(begin, len(rows))
         part = rows[begin : begin + _AT_ONCE]
-        faults = verifier.faults([(row.question, row.answer) for row in part])
+        faults = verifier.faults([(row.question, row.answer) for row in part], source)
         fault_of |= {row.answer: fault for row, fault in zip(part, faults, strict=True) if fault is not None}
     return fault_of

@@ -8,7 +8,7 @@ import json
 import math
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import count
 from pathlib import Path
@@ -18,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fp8core.config.data import DataConfig
+from fp8core.config.data import DataConfig, SourceConfig
 from fp8core.config.run import EvaluationConfig, RunConfig
 from fp8core.data.chain import ChainSource
+from fp8core.data.mixed import MixedSource, Part
 from fp8core.data.prompt import (
     HELDOUT_ONE_IN,
     Message,
@@ -99,6 +100,7 @@ class RowSource:
             _unique(heldout) if heldout is not None else {q: row for q, row in unique.items() if is_heldout(q)}
         )
         self._place = place
+        self._heldout_questions = heldout_rows.keys()
         # A question that is held out is asked as its own row has it, also where the training file has another answer.
         self._rows = [*(unique | heldout_rows).values()]
         self._heldout = sorted(heldout_rows.values(), key=lambda row: row.prompt_id)
@@ -116,15 +118,18 @@ class RowSource:
         rows = len(self._training)
         if count > rows:
             raise UserError(f"{self._place}: a step takes {count} prompts, but there are only {rows} training rows")
-        return in_epochs(self._training, step, count, seed, "epoch")
+        return self.at(step * count, count, seed)
+
+    def at(self, position: int, count: int, seed: int) -> list[Problem]:
+        return in_epochs(self._training, position, count, seed, "epoch")
 
     def heldout(self, count: int) -> list[Problem]:
         rows = len(self._heldout)
         if count > rows:
             lower = "lower it, give more rows" if rows else "give more different rows"
             raise UserError(
-                f"{self._place}: evaluation.prompts={count}, but {rows} rows are held out (one row in "
-                f"{HELDOUT_ONE_IN}, or all of evaluation.source); {lower}, or set evaluation.source"
+                f"{self._place}: evaluation.prompts takes {count} held-out rows, but there are {rows} (one row in "
+                f"{HELDOUT_ONE_IN}, or all of a file of held-out rows); {lower}, or name such a file"
             )
         return self._heldout[:count]
 
@@ -132,7 +137,6 @@ class RowSource:
         return self._rows
 
     def without(self, rows: Iterable[Problem]) -> Self:
-        """The same source without some of its rows. Raises UserError when nothing is left to train on."""
         removed_prompts = {row.whole_question for row in rows}
         less = copy(self)
         less._rows, less._heldout, less._training = (
@@ -143,11 +147,20 @@ class RowSource:
             raise UserError(f"{self._place}: none of the {len(self._training):,} rows to train on is left")
         return less
 
+    def holds_out(self, question: str) -> bool:
+        return question in self._heldout_questions
 
-def in_epochs(rows: Sequence[Row], step: int, count: int, seed: int, purpose: str) -> list[Row]:
-    """Rows `step * count` and after of an endless sequence: all rows in an order of its own each epoch."""
-    position = step * count
-    end = (step + 1) * count
+    def never_training(self, holds_out: Callable[[str], bool]) -> Self:
+        less = copy(self)
+        less._training = [row for row in self._training if not holds_out(row.whole_question)]
+        if not less._training:
+            raise UserError(f"{self._place}: other sources hold out all questions, none is left to train on")
+        return less
+
+
+def in_epochs(rows: Sequence[Row], position: int, count: int, seed: int, purpose: str) -> list[Row]:
+    """Rows from a position of an endless sequence: all rows in an order of its own each epoch."""
+    end = position + count
     batch: list[Row] = []
     while position < end:
         epoch, offset = divmod(position, len(rows))
@@ -269,8 +282,14 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
     return rows
 
 
-def build_source(data: DataConfig, evaluation: EvaluationConfig) -> PromptSource:
-    heldout = evaluation.source
+def build_source(data: DataConfig | Sequence[SourceConfig], evaluation: EvaluationConfig) -> PromptSource:
+    if isinstance(data, DataConfig):
+        return _one_source(data, evaluation.source)
+    parts: dict[str, Part] = {source.name: _one_source(source, source.heldout) for source in data}
+    return MixedSource(parts, {source.name: source.weight for source in data})
+
+
+def _one_source(data: DataConfig, heldout: str | None) -> RowSource | ChainSource:
     if data.source != "chain":
         return RowSource(read_rows(data), data.source, read_file(Path(heldout), data) if heldout else None)
     if heldout is not None:
@@ -300,7 +319,6 @@ def check_problems(
     every = list(source.to_check())
     problems, left_out = readable(every, config, verifier)
     if left_out:
-        assert isinstance(source, RowSource), "nothing is left out of what is generated"
         try:
             source = source.without(row for row, _ in left_out)
         except UserError as error:
@@ -318,11 +336,11 @@ def check_problems(
 
 def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> str | None:
     """The failure of the main verifier where a completion is the answer. Raises UserError: it returned no verdict."""
-    answer = ScoreRequest(problem.question, problem.answer, problem.answer, "stop", problem.columns)
+    answer = ScoreRequest(problem.question, problem.answer, problem.answer, "stop", problem.columns, problem.source)
     (verdict,) = verifier.main.verify([answer])
     if verdict.outcome not in ("timeout", "crashed"):
         return None
-    setting = f"reward.verifier={config.reward.verifier}"
+    setting = config.verifier_settings[problem.source]
     if (invalid := InvalidReply.read(verdict.detail)) is not None:
         raise UserError(f"{setting}: {invalid}")
     return f"{setting}: it fails where a completion is the reference of the first problem: {verdict.detail}"

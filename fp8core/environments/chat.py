@@ -66,7 +66,8 @@ class Talk:
     @classmethod
     def of(cls, config: RunConfig, tokenizer: Tokenizer) -> "Talk":
         assert config.environment is not None, "a talk is with an environment"
-        return cls(tokenizer, tool_calls_of(config.environment, tokenizer), config.data.template_arguments)
+        arguments = next(iter(config.sources.values())).template_arguments  # Those of all sources.
+        return cls(tokenizer, tool_calls_of(config.environment, tokenizer), arguments)
 
     def open(self, turn: Turn) -> "Conversation":
         """Raises ObservationError: a text cannot be put into tokens; UserError: the template refuses the messages."""

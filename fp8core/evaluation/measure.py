@@ -223,18 +223,19 @@ Precision = Literal["configured", "bf16", "fp8"]
 
 
 def all_problems(config: RunConfig, count: int | None) -> list[Problem]:
-    """Different questions of `data.source`, all or the first `count` by prompt_id: a fair sample of a sorted file.
+    """Different questions of a single source, all or the first `count` by prompt_id: a fair sample of a sorted file.
 
     Raises UserError: the data cannot be read, is generated without end, or has fewer.
     """
-    if config.data.source == "chain":
+    (data,) = config.sources.values()
+    if data.source == "chain":
         raise UserError("data: the chain task has no rows; omit data to ask its held-out questions")
     unique: dict[str, Problem] = {}
-    for row in read_rows(config.data):
+    for row in read_rows(data):
         unique.setdefault(row.whole_question, row)
     rows = sorted(unique.values(), key=lambda row: row.prompt_id)
     if count is not None and count > len(rows):
-        raise UserError(f"{config.data.source}: prompts={count}, but there are only {len(rows)} different questions")
+        raise UserError(f"{data.source}: prompts={count}, but there are only {len(rows)} different questions")
     return rows[:count]
 
 

@@ -5,13 +5,13 @@ from fnmatch import fnmatchcase
 from itertools import chain
 
 from fp8core.metric import Curve, Metric
-from fp8core.metrics import episodes, reward, rollout, scales, time
+from fp8core.metrics import episodes, reward, rollout, scales, sources, time
 from fp8core.rl import alignment_metrics, correction, staleness
 from fp8core.store import metrics as start
 from fp8core.training import trainer
 
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
-    "reward": (*reward.METRICS, *start.OF_START["evaluation"].values()),
+    "reward": (*reward.METRICS, *start.OF_START["evaluation"].values(), start.HELDOUT_OF_SOURCE, *sources.METRICS),
     "start": tuple(start.OF_START["precision_gap"].values()),
     "rollout": rollout.METRICS,
     "environment": episodes.METRICS,
@@ -25,7 +25,8 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
 METRICS = tuple(chain.from_iterable(GROUPS.values()))
 _BY_NAME = {metric.name: metric for metric in METRICS}
 assert len(_BY_NAME) == len(METRICS), "two metrics of one name"
-_PATTERNS = tuple(metric for metric in METRICS if "*" in metric.name)
+# The longer one of two that fit is the more precise one.
+_PATTERNS = sorted((metric for metric in METRICS if "*" in metric.name), key=lambda metric: -len(metric.name))
 
 
 def find_metric(name: str) -> Metric:

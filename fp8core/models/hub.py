@@ -91,7 +91,7 @@ def model_shape(config: RunConfig) -> Architecture:
     """The decoder that a run would load or build.
     Raises UserError: no model is chosen, or its config.json is missing, unreadable or of another kind of model."""
     if config.architecture is not None:
-        return architecture_from_config(config.architecture, config.data.vocabulary_size)
+        return architecture_from_config(config.architecture, config.vocabulary_size)
     assert config.model is not None, "RunConfig demands a model or an architecture"
     if config.model in HUB_ARCHITECTURES and config.revision is None and not Path(config.model).is_dir():
         return HUB_ARCHITECTURES[config.model]

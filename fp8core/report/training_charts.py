@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from fp8core.alignment.bounds import BOUND_METRICS, StopBounds
@@ -39,15 +40,26 @@ def curve_chart(
     """A metric over the steps of runs (label, history). `bounds` replace those of its curve, in its units."""
     curve = metric.curve
     assert curve is not None, f"{metric.name} has no curve"
+    lines = _lines_of_parts(metric, runs) if curve.parts else [(label, metric, history) for label, history in runs]
     series = []
-    for style, (label, history) in enumerate(runs):
-        rows = [row for row in history if metric.values(row)]
-        series.append(Series(label, [row[STEP] for row in rows], [metric.chart_value(row) for row in rows], style))
+    for style, (label, line, history) in enumerate(lines):
+        rows = [row for row in history if line.values(row)]
+        series.append(Series(label, [row[STEP] for row in rows], [line.chart_value(row) for row in rows], style))
     scale: Literal["log", "linear"] = "log" if curve.log else "linear"
-    lines = bounds or [Bound(name, y) for name, y in curve.bounds.items()]
+    limits = bounds or [Bound(name, y) for name, y in curve.bounds.items()]
     y_label = curve.y_label or metric.unit
     title = curve.title or metric.name
-    return Chart(title, "step", y_label, series, lines, scale, curve.include, curve.note, collapses)
+    return Chart(title, "step", y_label, series, limits, scale, curve.include, curve.note, collapses)
+
+
+def _lines_of_parts(metric: Metric, runs: Sequence[tuple[str, History]]) -> list[tuple[str, Metric, History]]:
+    lines = []
+    for label, history in runs:
+        names = {name for row in history for name in row if fnmatchcase(name, metric.name)}
+        for name in sorted(names):
+            part = name.removeprefix(metric.name.removesuffix("*"))
+            lines.append((part if len(runs) == 1 else f"{label}: {part}", replace(metric, name=name), history))
+    return lines
 
 
 def training_charts(

@@ -67,6 +67,7 @@ class ScoreRequest(NamedTuple):
     """A completion (without end of sequence), what it answers, and how it ended: "stop" or, cut off, "length".
 
     `columns`: other columns of the prompt's row (`data.columns`) as a JSON object; empty where none are configured.
+    `source`: where `data` is a list, the name of the prompt's source.
     """
 
     prompt: str
@@ -74,6 +75,11 @@ class ScoreRequest(NamedTuple):
     answer: str
     finish: str
     columns: str = ""
+    source: str = ""
+
+    @property
+    def for_scorer(self) -> tuple[str, ...]:
+        return self[:-1]
 
 
 class Scorer(ABC):
@@ -173,8 +179,8 @@ class ScorerHandler:
 
     def _verdict(self, request: tuple[str, ...]) -> Verdict:
         try:
-            if len(request) == len(ScoreRequest._fields):
-                return self._scorer.score(*request)
+            if isinstance(request, ScoreRequest):
+                return self._scorer.score(*request.for_scorer)
             self._scorer.check(*request)
         except UserError as error:
             return unparsed_answer(str(error))

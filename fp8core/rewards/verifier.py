@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
+from types import MappingProxyType
 
 from pydantic import JsonValue
 
@@ -17,6 +18,7 @@ from fp8core.rewards.integer import IntegerVerifier
 from fp8core.rewards.scorer import RIGHT, Scorer, ScoreRequest, SideScore, Verdict, unparsed_answer, wrong
 
 MARKER = "#"
+_IN_PROCESS = ("chain", "integer", "format")
 _NUMBER = re.compile(r"[0-9]{1,3}")
 
 
@@ -77,8 +79,8 @@ class Verifier(ABC):
         """One verdict an answer, in their order. Raises UserError on an answer of the data that it cannot read."""
 
     @abstractmethod
-    def faults(self, answers: Sequence[tuple[str, str]]) -> list[str | None]:
-        """The data's mistake in each (prompt, answer); None where there is none."""
+    def faults(self, answers: Sequence[tuple[str, str]], source: str = "") -> list[str | None]:
+        """The data's mistake in each (prompt, answer) of a source; None where there is none."""
 
     @abstractmethod
     def describe(self) -> dict[str, JsonValue]:
@@ -99,11 +101,11 @@ class InProcess(Verifier):
 
     def verify(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
         try:
-            return [self._scorer.score(*request) for request in requests]
+            return [self._scorer.score(*request.for_scorer) for request in requests]
         except UserError as error:
             raise UserError(f"{self._setting}: {error}") from error
 
-    def faults(self, answers: Sequence[tuple[str, str]]) -> list[str | None]:
+    def faults(self, answers: Sequence[tuple[str, str]], source: str = "") -> list[str | None]:
         return [self._fault(*answer) for answer in answers]
 
     def _fault(self, prompt: str, answer: str) -> str | None:
@@ -143,7 +145,7 @@ class VerifierPool(Verifier):
                 self._verdicts.pop(request, None)
         return verdicts
 
-    def faults(self, answers: Sequence[tuple[str, str]]) -> list[str | None]:
+    def faults(self, answers: Sequence[tuple[str, str]], source: str = "") -> list[str | None]:
         verdicts = self.verify(answers)
         return [None if verdict.outcome == "right" else f"{self._setting}: {verdict.detail}" for verdict in verdicts]
 
@@ -171,6 +173,37 @@ class VerifierPool(Verifier):
             return Verdict(0.0, reply.outcome, reply.detail)
         verdict: Verdict = reply
         return verdict
+
+
+class SourceVerifiers(Verifier):
+    """The verifier of each data source; several sources may share one."""
+
+    def __init__(self, by_source: Mapping[str, Verifier]) -> None:
+        self._by_source = by_source
+
+    def begin(self, requests: Sequence[ScoreRequest]) -> None:
+        for name, verifier in self._by_source.items():
+            verifier.begin([request for request in requests if request.source == name])
+
+    def verify(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
+        self.begin(requests)
+        verdicts = {
+            name: iter(verifier.verify([request for request in requests if request.source == name]))
+            for name, verifier in self._by_source.items()
+        }
+        return [next(verdicts[request.source]) for request in requests]
+
+    def faults(self, answers: Sequence[tuple[str, str]], source: str = "") -> list[str | None]:
+        return self._by_source[source].faults(answers)
+
+    def describe(self) -> dict[str, JsonValue]:
+        sources = {name: verifier.describe() for name, verifier in self._by_source.items()}
+        names = dict.fromkeys(str(source["verifier"]) for source in sources.values())
+        return {"verifier": ", ".join(names), "sources": {**sources}}
+
+    def close(self) -> None:
+        for verifier in self._by_source.values():
+            verifier.close()
 
 
 class WeightedVerifiers(Verifier):
@@ -204,8 +237,8 @@ class WeightedVerifiers(Verifier):
                 verdicts[place] = replace(verdict, side_scores=side_scores, detail=detail)
         return verdicts
 
-    def faults(self, answers: Sequence[tuple[str, str]]) -> list[str | None]:
-        by_answer = zip(*(verifier.faults(answers) for verifier in self._all), strict=True)
+    def faults(self, answers: Sequence[tuple[str, str]], source: str = "") -> list[str | None]:
+        by_answer = zip(*(verifier.faults(answers, source) for verifier in self._all), strict=True)
         return [next(filter(None, faults), None) for faults in by_answer]
 
     def describe(self) -> dict[str, JsonValue]:
@@ -224,14 +257,28 @@ def reward_of(verdict: Verdict) -> float:
     return verdict.score + sum(part.weight * part.score for part in verdict.side_scores)
 
 
-def build_verifier(config: RewardConfig) -> Verifier:
+def build_verifier(config: RewardConfig, by_source: Mapping[str, RewardConfig] = MappingProxyType({})) -> Verifier:
     """Raises UserError: what a verifier needs is not installed, or a function cannot be imported, or be called so."""
-    main = _one_verifier(config, "reward.verifier")
+    main = _verifier_of_sources(config, by_source) if by_source else _one_verifier(config, "reward.verifier")
     others = list[tuple[str, float, Verifier]]()
     for other in config.others:
         other_config = config.model_copy(update={"verifier": other.verifier, "options": other.options})
         others.append((other.name, other.weight, _one_verifier(other_config, f"reward.others.{other.name}.verifier")))
     return WeightedVerifiers(main, others) if others else main
+
+
+def _verifier_of_sources(config: RewardConfig, by_source: Mapping[str, RewardConfig]) -> SourceVerifiers:
+    """Sources with equal settings share a verifier, and all verifiers share `reward.workers`."""
+    rewards = [*by_source.values()]
+    different = [each for i, each in enumerate(rewards) if each not in rewards[:i]]
+    pools = [each for each in different if each.verifier not in _IN_PROCESS]
+    workers = max(1, config.workers // max(1, len(pools)))
+    verifiers = list[Verifier]()
+    for one in different:
+        name = next(name for name, each in by_source.items() if each == one)
+        key = "reward.verifier" if one == config else f"data.{name}.verifier"
+        verifiers.append(_one_verifier(one.model_copy(update={"workers": workers}), key))
+    return SourceVerifiers({name: verifiers[different.index(each)] for name, each in by_source.items()})
 
 
 def _one_verifier(config: RewardConfig, key: str) -> Verifier:

@@ -95,12 +95,12 @@ def longest_row(config: "RunConfig", arch: "Architecture") -> int:
 
 def longest_prompt(config: "RunConfig", max_positions: int) -> int:
     """Tokens of the longest prompt that is accepted; `max_positions` are those that model and engine take."""
-    return min(config.data.max_prompt_tokens, max_positions - config.rollout.max_new_tokens)
+    return min(config.max_prompt_tokens, max_positions - config.rollout.max_new_tokens)
 
 
 def longest_sequence(config: "RunConfig", arch: "Architecture") -> int:
     longest = engine_entry(config).longest(config) or arch.max_positions
-    return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, longest)
+    return min(config.max_prompt_tokens + config.rollout.max_new_tokens, longest)
 
 
 def engine_entry(config: "RunConfig") -> EngineEntry:

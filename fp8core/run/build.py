@@ -179,9 +179,9 @@ def build_environment(config: EnvironmentConfig) -> EnvironmentPool:
 
 def _from_scratch(config: RunConfig) -> BaseModel:
     assert config.architecture is not None, "RunConfig demands a model or an architecture"
-    size = config.data.vocabulary_size
+    size = config.vocabulary_size
     arch = architecture_from_config(config.architecture, size)
-    if config.data.source == "chain":
+    if config.is_generated:
         # The marks of tool calls, and what a calculator reads besides.
         alphabet = ALPHABET if config.environment is None else f"{ALPHABET}[]()"
         tokenizer = character_tokenizer(alphabet, size, EOS)

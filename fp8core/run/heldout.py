@@ -1,7 +1,7 @@
 """The accuracy of the policy on held-out prompts: the content of artifacts of kind `evaluation`."""
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import groupby
 from operator import itemgetter
@@ -12,6 +12,7 @@ import pyarrow as pa
 from fp8core.environments.pool import Pool
 from fp8core.environments.protocol import TurnRecord
 from fp8core.metrics.episodes import episode_means
+from fp8core.metrics.sources import means_by_source
 from fp8core.progress import Progress, tell_progress
 from fp8core.rewards.scorer import OUTCOMES, Key
 from fp8core.rollout.engine import Completion, RolloutEngine
@@ -30,7 +31,7 @@ from fp8core.run.rollouts import (
 )
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
-from fp8core.store.tables import HELDOUT_SAMPLES, SAMPLE_CHARACTERS
+from fp8core.store.tables import HELDOUT_SAMPLES, SAMPLE_CHARACTERS, SOURCE
 
 
 def while_going(run: StepContext, batches: Generator[list[Completion], None, None]) -> Iterator[list[Completion]]:
@@ -102,6 +103,10 @@ def heldout_accuracy(
             for i in range(min(HELDOUT_SAMPLES, len(rows)))
         ],
     }
+    if SOURCE.name in prompts.column_names:
+        scores = [verdict.score for verdict in verdicts]
+        columns: dict[str, Sequence[float]] = {"accuracy": scores, "length_mean": [one.length for one in episodes]}
+        content["sources"] = means_by_source(prompts[SOURCE.name].to_pylist(), columns)
     if turns is not None:
         by_episode = groupby(turns.to_pylist(), key=itemgetter("group"))
         content["episodes"] = episode_means([[*rows] for _, rows in by_episode])

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 from pydantic import JsonValue
 
+from fp8core.config.data import data_key
 from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, public_dump, resume_command
@@ -99,7 +100,7 @@ def open_run(
             cluster.workers.check_shared_folder(directory.path)
         with console.part("loading the model"):
             base = build_base(config)
-        verifier = parts.enter_context(closing(build_verifier(config.reward)))
+        verifier = parts.enter_context(closing(build_verifier(config.reward, config.source_rewards)))
         with console.part("checking the data"):
             source, left_out, remark = check_data(config, base, source, verifier)
         for note in (*_notes(config, base), *filter(None, [remark])):
@@ -108,9 +109,9 @@ def open_run(
         if replayed is None:
             check_same_data(config, directory.ledger, data)
         if replayed is None and not directory.ledger.holds_work():
-            first = next(iter(source.to_check()))
-            if (failure := failed_answer(first, config, verifier)) is not None:
-                console.note(failure)
+            for row in {row.source: row for row in reversed(list(source.to_check()))}.values():
+                if (failure := failed_answer(row, config, verifier)) is not None:
+                    console.note(failure)
         environment = None
         environment_description = recorded_environment
         if config.environment is not None and replayed is None:
@@ -180,14 +181,16 @@ def check_settings(config: RunConfig, *, new_code: bool = False) -> None:
 def check_inputs(config: RunConfig) -> None:
     source = build_source(config.data, config.evaluation)
     # With `skip` the verifier decides which rows are read.
-    if (ledger := stored_ledger(config)) is not None and config.data.unreadable == "refuse":
+    if (ledger := stored_ledger(config)) is not None and all(
+        data.unreadable == "refuse" for data in config.sources.values()
+    ):
         check_same_data(config, ledger, source.digest())
     base = find_base(config)
     # A run that goes on has its warm start behind it, and reads them no more.
     has_warm_start = ledger is not None and "warm_start" in ledger.tasks(START)
     if config.warm_start is not None and config.warm_start.demonstrations is not None and not has_warm_start:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
-    with closing(build_verifier(config.reward)) as verifier:
+    with closing(build_verifier(config.reward, config.source_rewards)) as verifier:
         source = check_data(config, base, source, verifier).source
     if ledger is not None:
         check_same_data(config, ledger, source.digest())
@@ -221,10 +224,12 @@ def check_stop_strings(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def check_template_arguments(config: RunConfig, tokenizer: Tokenizer) -> None:
-    template = tokenizer.template if config.data.chat else ""
-    for name in config.data.template_arguments:
-        if not re.search(rf"\b{name}\b", template):
-            raise UserError(f"data.template_arguments: {name}: the chat template of the model does not read it")
+    for source, data in config.sources.items():
+        template = tokenizer.template if data.chat else ""
+        for name in data.template_arguments:
+            if not re.search(rf"\b{name}\b", template):
+                key = f"{data_key(source)}.template_arguments"
+                raise UserError(f"{key}: {name}: the chat template of the model does not read it")
 
 
 def check_teacher(config: RunConfig, arch: Architecture, teacher: Architecture) -> None:
@@ -246,9 +251,18 @@ def check_teacher(config: RunConfig, arch: Architecture, teacher: Architecture) 
 def check_opening(
     problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int, pool: Pool, seed: int
 ) -> None:
-    """Raises UserError: the environment gives the longest problem no reply, or makes it too long to be a prompt."""
+    """Raises UserError: the environment gives a source's longest problem no reply, or makes it too long to be a
+    prompt."""
+    for name in {row.source: None for row in problems}:
+        rows = (row for row in problems if row.source == name)
+        longest = max(rows, key=lambda row: len(prompt_text(row, config, tokenizer)[0].encode()))
+        _check_episode(longest, config, tokenizer, max_positions, pool, seed)
+
+
+def _check_episode(
+    problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_positions: int, pool: Pool, seed: int
+) -> None:
     assert config.environment is not None, "a pool is of an environment"
-    problem = max(problems, key=lambda row: len(prompt_text(row, config, tokenizer)[0].encode()))
     row = {"messages": messages_of(problem, config), "reference": problem.answer, "columns": problem.columns}
     pool.begin((0, 0), task_of(row, sample_seed(seed, 0, 0, 0)))
     ((_, reply, _),) = pool.replies(wait=True)
@@ -289,7 +303,7 @@ def check_same_data(config: RunConfig, ledger: LedgerView, data: str | None) -> 
     last = ledger.last_segment()
     if not ledger.holds_work() or last is None or last.data in (None, data):
         return
-    sources = [f"data.source={config.data.source}"]
+    sources = [f"data.source={config.data_title}"]
     if config.evaluation.source is not None:
         sources.append(f"evaluation.source={config.evaluation.source}")
     raise UserError(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import completion
+from fp8core.data.demonstrations import chain_tokens
 from fp8core.data.prompt import Problem, encode_prompt, prompt_text
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import (
@@ -145,8 +146,8 @@ def texts_of(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenize
 
 def right_answer(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> list[int]:
     """Token ids of what follows the last `####` of a reference, or of all of it; none where it cannot be encoded."""
-    if config.data.source == "chain":
-        return tokenizer.encode(completion(problem.question, "bare"))
+    if config.sources[problem.source].source == "chain":
+        return chain_tokens(completion(problem.question, "bare"), tokenizer)
     text = problem.answer.rpartition(MARKER)[2].strip()
     before, chat = prompt_text(problem, config, tokenizer)
     candidates = [text] if chat or before[-1:].isspace() else [f" {text}", text]

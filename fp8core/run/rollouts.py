@@ -29,6 +29,7 @@ from fp8core.store.tables import (
     REWARDS,
     ROLLOUTS,
     SCORE,
+    SOURCE,
     TURNS,
     VERSIONS,
     key_of,
@@ -55,9 +56,12 @@ def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tok
         "reference": [problem.answer for problem in problems],
     }
     schema = PROMPTS
-    if config.data.columns:
+    if any(data.columns for data in config.sources.values()):
         columns["columns"] = [problem.columns for problem in problems]
         schema = schema.append(COLUMNS)
+    if config.listed_sources:
+        columns[SOURCE.name] = [problem.source for problem in problems]
+        schema = schema.append(SOURCE)
     if config.environment is not None:
         columns["messages"] = [messages_of(problem, config) for problem in problems]
         schema = schema.append(MESSAGES)
@@ -167,7 +171,8 @@ def ends_of(
         if last.outcome == JUDGE:
             prompt = by_group[row["group"]]
             finish = "stop" if row["finish"] == "stop_string" else row["finish"]
-            ends.append(ScoreRequest(prompt["text"], last.text, prompt["reference"], finish, prompt.get("columns", "")))
+            further = (prompt.get(name, "") for name in (COLUMNS.name, SOURCE.name))
+            ends.append(ScoreRequest(prompt["text"], last.text, prompt["reference"], finish, *further))
         else:
             ends.append(Verdict(float(last.outcome == "right"), cast(VerdictOutcome, last.outcome), last.detail))
     return ends
@@ -180,7 +185,9 @@ def verdicts_of(verifier: Verifier, ends: Sequence[ScoreRequest | Verdict]) -> l
 
 def reward_table(run: StepContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
     """Of kind `rewards`. `score` is the reward without what other verifiers add."""
-    ends = ends_of(prompts.drop_columns(["tokens"]).to_pylist(), rollouts, turns)
+    prompt_rows = prompts.drop_columns(["tokens"]).to_pylist()
+    sources = {row["group"]: {SOURCE.name: row[SOURCE.name]} for row in prompt_rows if SOURCE.name in row}
+    ends = ends_of(prompt_rows, rollouts, turns)
     verdicts = verdicts_of(run.verifier, ends)
     tell_failures(run, "rewards", verdicts)
     played = {} if turns is None else turn_records(turns)
@@ -204,10 +211,11 @@ def reward_table(run: StepContext, prompts: pa.Table, rollouts: pa.Table, turns:
                 "keep": counts(verdict.outcome, run.config),
                 "score": own,
                 **({f"{SCORE}verdict": verdict.score, **scores} if scores else {}),
+                **sources.get(key[0], {}),
             }
         )
     columns = [pa.field(name, pa.float64()) for name in (rows[0] if rows else {}) if name.startswith(SCORE)]
-    return pa.Table.from_pylist(rows, schema=pa.schema([*REWARDS, *columns]))
+    return pa.Table.from_pylist(rows, schema=pa.schema([*REWARDS, *columns, *([SOURCE] if sources else [])]))
 
 
 def check_reward(value: float, key: Key) -> None:
@@ -251,7 +259,8 @@ def failures(config: RunConfig, verdicts: Sequence[Verdict]) -> str | None:
         lines.append(f"{len(unchecked)} of {total} answers could not be checked ({how}): {unchecked[0].detail}")
     if unchecked and len(unchecked) == total:
         settings = [] if config.environment is None else [f"environment.name={config.environment.name}"]
-        raise UserError(f"{', '.join([*settings, f'reward.verifier={config.reward.verifier}'])}: {lines[0]}")
+        settings += dict.fromkeys(config.verifier_settings.values())
+        raise UserError(f"{', '.join(settings)}: {lines[0]}")
     others = [(part.name, each) for each in verdicts for part in each.side_scores if part.outcome in UNCHECKED_OUTCOMES]
     if others:
         counts_by_name = Counter(name for name, _ in others)

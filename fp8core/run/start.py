@@ -172,7 +172,7 @@ def _train(
     def batch(step: int) -> Sequence[TokenisedDemonstration]:
         if rows is None:
             return chain_demonstrations(step, run.config, config, run.source, run.tokenizer)
-        return in_epochs(rows, step, config.batch_size, run.config.seed, "demonstrations")
+        return in_epochs(rows, step * config.batch_size, config.batch_size, run.config.seed, "demonstrations")
 
     def progress(step: int, loss: float) -> None:
         tell_progress(step + 1, config.steps)

@@ -28,6 +28,13 @@ HELDOUT = Metric(
         "held-out accuracy, best": "max",
     },
 )
+HELDOUT_OF_SOURCE = Metric(
+    "reward/heldout_source/*",
+    "held-out accuracy of that source, where `data` is a list",
+    unit="share of unseen prompts right",
+    better="higher",
+    curve=Curve("signals", "Held-out accuracy by source", include=(0.0, 1.0), parts=True),
+)
 HELDOUT_LENGTH = Metric("reward/heldout_length_mean", "tokens of those answers")
 
 
@@ -66,7 +73,11 @@ def start_metrics(kind: str, content: Mapping[str, Any]) -> dict[str, float]:
     """The metrics that an artifact of `OF_START` has as they are; it may be empty."""
     fields = OF_START.get(kind, {}) if content else {}
     values = {metric.name: _field(content, path) for path, metric in fields.items()}
-    return {name: value for name, value in values.items() if value is not None}
+    of_sources = {
+        HELDOUT_OF_SOURCE.name.replace("*", source): part["accuracy"]
+        for source, part in content.get("sources", {}).items()
+    }
+    return {name: value for name, value in values.items() if value is not None} | of_sources
 
 
 def _field(content: Any, path: str) -> float | None:

@@ -39,6 +39,9 @@ PROMPTS = pa.schema(
 # With `data.columns`: these columns of each row, as a JSON object.
 COLUMNS = pa.field("columns", pa.string())
 
+# With a list of data sources, of prompts and of rewards: the name of a row's source.
+SOURCE = pa.field("source", pa.string())
+
 ROLLOUTS = pa.schema(
     [
         ("group", pa.int32()),

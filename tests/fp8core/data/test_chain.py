@@ -60,7 +60,7 @@ def test_every_heldout_question_of_a_small_task_can_be_had() -> None:
     heldout = {question for question in every if is_heldout(question)}
     source = ChainSource(ChainTaskConfig(min_operands=2, max_operands=2))
     assert {problem.question for problem in source.heldout(len(heldout))} == heldout
-    with pytest.raises(UserError, match=rf"evaluation\.prompts=.* only {len(heldout)} held-out"):
+    with pytest.raises(UserError, match=rf"evaluation\.prompts takes .* only {len(heldout)} held-out"):
         source.heldout(len(heldout) + 1)
 
 

@@ -51,7 +51,7 @@ def test_skip_leaves_out_rows_of_both_files(tmp_path: Path, bpe_tokenizer: Token
     left, number, remark = check(config_of(data, **skip), bpe_tokenizer)
     assert number == 1, "Q3 and Q5 are held out, with the references of their own rows"
     assert remark == f"1 of 20 references cannot be read ({heldout}:17: 'none 17') and left out"
-    with pytest.raises(UserError, match=r"evaluation\.prompts=18, but 17 rows are held out"):
+    with pytest.raises(UserError, match=r"evaluation\.prompts takes 18 held-out rows, but there are 17"):
         check(config_of(data, **skip | {"evaluation.prompts": 18}), bpe_tokenizer)
     assert {row.question for row in left.training(0, 2, 0)} == {"Q19?", "Q20?"}
 
@@ -68,7 +68,7 @@ class Counting(InProcess):
         super().__init__("integer", IntegerVerifier())
         self.references = list[str]()
 
-    def faults(self, references: list[tuple[str, str]]) -> list[str | None]:
+    def faults(self, references: list[tuple[str, str]], source: str = "") -> list[str | None]:
         self.references.extend(reference for _, reference in references)
         return super().faults(references)
 

@@ -71,10 +71,10 @@ def test_repeated_questions_are_kept_once_with_the_first_answer() -> None:
 
 
 def test_too_few_rows() -> None:
-    with pytest.raises(UserError, match=r"rows: evaluation\.prompts=50, but \d rows are held out .*; lower it, give"):
+    with pytest.raises(UserError, match=r"rows: evaluation\.prompts takes 50 .* there are \d \(.*; lower it, give"):
         RowSource(numbered(40), "rows").heldout(50)
     train = next(row for row in numbered(40) if not is_heldout(row.whole_question))
-    with pytest.raises(UserError, match=r"but 0 rows .*; give more different rows, or set evaluation\.source$"):
+    with pytest.raises(UserError, match=r"there are 0 .*; give more different rows, or name such a file$"):
         RowSource([train] * 600, "rows").heldout(1)
     with pytest.raises(UserError, match="rows: all 3 questions are held out, none is left"):
         RowSource(numbered(3), "rows", numbered(3))
