@@ -34,7 +34,6 @@ from benchmarks.harness import Row, RowFile
 from fp8core.kernels.decode_attention import DecodeAttention
 from fp8core.numerics.attention import Queries
 from fp8core.numerics.e4m3 import FiniteFlag, row_and_column_codes, row_codes
-from fp8core.numerics.elementwise import inverse_frequencies
 from fp8core.numerics.fused import (
     HeadLayout,
     add_norm,
@@ -57,6 +56,7 @@ from fp8core.numerics.fused import (
 )
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import RECIPES, AttentionProducts, Recipe
+from fp8core.numerics.rotary import inverse_frequencies
 
 PEAK = 4.8e12
 EPS = 1e-6

@@ -5,19 +5,10 @@ from math import gcd
 
 from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.recipe import TILE
+from fp8core.numerics.rotary import RopeScaling
 
 VOCABULARY_STEP = 64
 """vLLM and SGLang pad the vocabulary to a multiple of this; the rows beyond it are never read."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3.1's frequency scaling (rope_type `llama3` of the Hugging Face configuration)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,10 @@ from fp8core.models.experts import ReplayedRouting, Routing, TopKRouting, feed_f
 from fp8core.models.families import layer_parts
 from fp8core.models.weights import Formats, LayerWeights, PolicyWeights
 from fp8core.numerics.attention import AttentionFormat
-from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate, scale_frequencies
+from fp8core.numerics.elementwise import rms_norm, rotate
 from fp8core.numerics.kv_scales import LayerScales, Scales
 from fp8core.numerics.logprobs import token_logprobs
+from fp8core.numerics.rotary import inverse_frequencies
 
 if TYPE_CHECKING:
     from fp8core.rl.batch import TokenBatch
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
 
 def rotary_tables(arch: Architecture) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position, each FP32 [max_positions, head_dim / 2], not rounded, on the CPU."""
-    frequencies = inverse_frequencies(arch.head_dim, arch.rope_theta)
-    if (rope := arch.rope_scaling) is not None:
-        frequencies = scale_frequencies(
-            frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
-        )
-    angles = torch.arange(arch.max_positions, device="cpu").float()[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    angles = torch.arange(arch.max_positions, device="cpu").float()[:, None] * rotary_frequencies(arch)
+    scale = 1.0 if arch.rope_scaling is None else arch.rope_scaling.attention_scale
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rotary_frequencies(arch: Architecture) -> Tensor:
+    if arch.rope_scaling is None:
+        return inverse_frequencies(arch.head_dim, arch.rope_theta)
+    return arch.rope_scaling.frequencies(arch.head_dim, arch.rope_theta)
 
 
 Observer = Callable[[int, tuple[Tensor, Tensor, Tensor]], None]

@@ -4,7 +4,6 @@ Reductions run in FP64 and are rounded to BF16 afterwards: the order of summatio
 about 2^-40 an element. Exponentials run in FP64 because torch's vector and scalar FP32 forms differ in the last bit.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -180,16 +179,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rounding: Rounding) -> Tensor:
     [B, 1, T, d / 2]."""
     first, second = x.chunk(2, dim=-1)
     return rounding(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
-
-
-def inverse_frequencies(dim: int, theta: float) -> Tensor:
-    """FP32 [d / 2]: theta^(-2i / d), on the CPU, because a GPU's power has other last bits."""
-    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim)
-
-
-def scale_frequencies(frequencies: Tensor, factor: float, low: float, high: float, original: int) -> Tensor:
-    """Llama 3.1's extension of FP32 [d / 2] beyond a context of `original`. Wavelengths above original / low are
-    stretched in full, those below original / high not."""
-    wavelengths = 2 * math.pi / frequencies
-    smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * frequencies / factor + smooth * frequencies

@@ -10,9 +10,10 @@ from dataclasses import asdict
 from typing import Any, Final
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from fp8core.models.architecture import Architecture, RopeScaling
+from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import rotary_tables
 from fp8core.models.families import FAMILIES, layer_parts
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
@@ -42,9 +43,7 @@ def aligned_config(config: Mapping[str, Any], arch: Architecture, recipe: Recipe
 
 
 def decoder_of(config: Any) -> Architecture:
-    fields = dict(getattr(config, _KEY))
-    scaling = fields["rope_scaling"]
-    return Architecture(**fields | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+    return TypeAdapter(Architecture).validate_python(getattr(config, _KEY))
 
 
 def aligned_recipe(config: Any) -> Recipe:

@@ -15,7 +15,6 @@ from fp8core.numerics.adamw import AdamWStep, adamw
 from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.dispatch import OPERATIONS, kernel_of
 from fp8core.numerics.e4m3 import GroupNotFinite, round_to_e4m3, row_and_column_codes, row_codes, tile_codes
-from fp8core.numerics.elementwise import inverse_frequencies
 from fp8core.numerics.fused import (
     HeadLayout,
     add_norm,
@@ -39,6 +38,7 @@ from fp8core.numerics.kv_scales import TALLY, LayerScales, tally
 from fp8core.numerics.logprobs import drawn_tokens, log_softmax, logit_slopes, token_statistics
 from fp8core.numerics.lora import merged_weight
 from fp8core.numerics.recipe import FP32, POW2, RECIPES, AttentionProducts, Recipe
+from fp8core.numerics.rotary import inverse_frequencies
 
 EPS = 1e-6
 RULES = ["pow2", "fp32"]

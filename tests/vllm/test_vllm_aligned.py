@@ -9,18 +9,21 @@ import torch
 from aligned_cases import CONTRACT, SCALES, TEMPERATURE, TOKENS, begin, build, compute_share, computed, specs, write
 from conftest import ON_GPU, SHAPE
 
-from fp8core.models.architecture import Architecture, RopeScaling
+from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
 from fp8core.numerics.logprobs import log_softmax
+from fp8core.numerics.rotary import Llama3Scaling, YarnScaling
 from fp8core.rollout.aligned import NAMES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_aligned_engine.py runs all of it")]
+YARN = YarnScaling(factor=4.0, original_max_position_embeddings=64)
 QWEN3 = Architecture(
     **{**SHAPE, "hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+    | {"rope_scaling": YARN}
 )
-SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
+SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 LLAMA = replace(QWEN3, family="llama", tie_embeddings=True, rope_scaling=SCALING)
 # vLLM's Qwen2 divides the hidden size among the heads.
 QWEN2 = replace(QWEN3, family="qwen2", hidden_size=512)

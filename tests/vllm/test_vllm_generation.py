@@ -29,7 +29,8 @@ from generation_cases import (
 )
 
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, RopeScaling
+from fp8core.models.architecture import Architecture
+from fp8core.numerics.rotary import Llama3Scaling, YarnScaling
 from fp8core.rollout.engine import Sampling
 
 pytestmark = pytest.mark.vllm
@@ -75,13 +76,14 @@ def test_what_does_not_fit_is_refused(engine):
         collect(engine, build_groups(4, 1), Sampling(0.005, 5, STOPS))
 
 
-SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
+SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 # Structures of Llama-3.2-1B and Qwen2.5-0.5B: a shared embedding, scaled positions, biases, and heads of 64.
 SMALL = [
     {"family": "llama", "num_heads": 4, "rope_scaling": SCALING},
     {
         **{"family": "qwen2", "hidden_size": 256, "intermediate_size": 384},
         **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64},
+        "rope_scaling": YarnScaling(factor=4.0, original_max_position_embeddings=64),
     },
 ]
 

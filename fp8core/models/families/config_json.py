@@ -4,13 +4,15 @@ Rotary parameters have the precedence of transformers 5 (`modeling_rope_utils.py
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, RopeScaling
+from fp8core.models.architecture import Architecture
 from fp8core.models.families import FAMILIES, family_of
 from fp8core.models.families.family import Family, Finding
 from fp8core.numerics.recipe import TILE
+from fp8core.numerics.rotary import SCALINGS, RopeScaling, YarnScaling
 
 # The `quantization_config` of block FP8, as DeepSeek-V3 and Qwen3-FP8 have it; other keys say which modules have it.
 BLOCK_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [TILE, TILE]}
@@ -27,12 +29,6 @@ _SIZES = {
     "max_positions": "max_position_embeddings",
     "rms_norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
-}
-_LLAMA3_ROPE = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_positions": "original_max_position_embeddings",
 }
 # Numbers that no default of transformers may stand in for.
 _REQUIRED_KEYS = (
@@ -66,6 +62,9 @@ def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
         raise _error(where, *finding)
     theta, scaling = _rope(hf, where)
     sizes: dict[str, Any] = {field: getattr(hf, key) for field, key in _SIZES.items()}
+    if isinstance(scaling, YarnScaling):
+        # Files of Qwen keep the original length in `max_position_embeddings`, others have the new one.
+        sizes["max_positions"] = scaling.max_positions
     return Architecture(
         **sizes,
         family=family.name,
@@ -122,9 +121,18 @@ def _rope(hf: Any, where: str) -> tuple[float, RopeScaling | None]:
         raise _error(where, "partial_rotary_factor", share, "supported: 1")
     if kind == "default":
         return parameters["rope_theta"], None
-    if kind != "llama3":
-        raise _error(where, "rope_type", kind, 'supported: "default" and "llama3", for all layers alike')
-    return parameters["rope_theta"], RopeScaling(**{field: parameters[key] for field, key in _LLAMA3_ROPE.items()})
+    if kind not in SCALINGS:
+        raise _error(where, "rope_type", kind, f"supported: default, {', '.join(SCALINGS)}, for all layers alike")
+    # null and 0 mean the default, as in transformers; `truncate` may be false.
+    values = {
+        field.name: value
+        for field in fields(SCALINGS[kind])
+        if (value := parameters.get(field.name)) or value is False or field.default is MISSING
+    }
+    for key, value in values.items():
+        if not isinstance(value, int | float) or (value <= 0 and value is not False):
+            raise _error(where, key, value, "expected a positive number")
+    return parameters["rope_theta"], SCALINGS[kind](**values)
 
 
 def architecture_to_hf(
@@ -135,7 +143,8 @@ def architecture_to_hf(
     assert (arch.experts is None) == (family.experts is None), f"experts in a {family.title}, or none where they belong"
     scaling = None
     if (rope := arch.rope_scaling) is not None:
-        scaling = {"rope_type": "llama3", **{key: getattr(rope, field) for field, key in _LLAMA3_ROPE.items()}}
+        own = {each.name: getattr(rope, each.name) for each in fields(rope) if getattr(rope, each.name) != each.default}
+        scaling = {"rope_type": rope.rope_type, **own}
     return {
         "architectures": [family.hf_class],
         "model_type": family.name,

@@ -10,6 +10,7 @@ from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, padded_vocabulary
 from fp8core.models.families import family_of
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+from fp8core.numerics.rotary import YarnScaling
 from fp8core.resources.kernels import Product, layer_products
 from fp8core.resources.memory import Device, EngineMemory
 from fp8core.rollout.engine import RolloutEngine
@@ -66,6 +67,11 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Sgl
             yield (
                 f"rollout.engine=sglang: a hidden size of {arch.hidden_size}, which is no multiple of "
                 f"{OUTPUT_MULTIPLE}; set rollout.engine to embedded"
+            )
+        if isinstance(rope := arch.rope_scaling, YarnScaling) and rope.attention_factor is not None:
+            yield (
+                f"rollout.engine=sglang: a YaRN attention factor of {rope.attention_factor}, which SGLang's own model "
+                "does not read; set rollout.sglang.model to aligned"
             )
     if contract.rollout.kv_cache == "fp8" and arch.head_dim not in _HEAD_DIMS:
         yield (

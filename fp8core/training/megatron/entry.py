@@ -84,6 +84,11 @@ def grid_refusals(
 ) -> Iterator[str]:
     """A message for all that Megatron or Transformer Engine would refuse later; `longest`: tokens of a sequence."""
     yield from family_of(arch).refusals("megatron", "training.trainer=megatron")
+    if (rope := arch.rope_scaling) is not None and rope.attention_scale != 1:
+        yield (
+            f"training.trainer=megatron: rope_scaling of the model multiplies Q and K by {rope.attention_scale:.4g}, "
+            "which Transformer Engine's rotary kernel does not; set trainer to torch"
+        )
     tensor = megatron.tensor_parallel
     expert = megatron.expert_parallel
     yield from _remainder("tensor_parallel", tensor, arch.num_kv_heads, "KV heads")

@@ -17,8 +17,9 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from fp8core.config.precision import HeadFormat
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.decoder import rotary_frequencies
 from fp8core.models.experts import NO_ROUTE, top_k
-from fp8core.numerics.elementwise import Rounding, inverse_frequencies, keep_fp32, scale_frequencies
+from fp8core.numerics.elementwise import Rounding, keep_fp32
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.training.megatron.conversion import padded_vocabulary
 
@@ -67,12 +68,7 @@ class RotaryAngles(torch.nn.Module):
 
     def __init__(self, arch: Architecture, device: torch.device) -> None:
         super().__init__()
-        frequencies = inverse_frequencies(arch.head_dim, arch.rope_theta)
-        if (rope := arch.rope_scaling) is not None:
-            frequencies = scale_frequencies(
-                frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
-            )
-        self._frequencies = frequencies.to(device)
+        self._frequencies = rotary_frequencies(arch).to(device)
 
     def get_rotary_seq_len(self, context: Any, decoder: Any, hidden: Any, config: Any, packed: Any) -> int:
         return int(packed.max_seqlen_q)

@@ -90,6 +90,9 @@ _MODELS = {
         use_sliding_window=False,
     ),
     "qwen3": lambda: _qwen3(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen3-yarn": lambda: _qwen3(
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+    ),
     "qwen3-moe": lambda: _qwen3_moe(norm_topk_prob=True, head_dim=24),
     "qwen3-moe-mixed": lambda: _qwen3_moe(
         num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], num_experts_per_tok=3

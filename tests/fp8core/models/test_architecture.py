@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, Experts, RopeScaling
+from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.families import FAMILIES
 from fp8core.models.families.config_json import BLOCK_FP8, architecture_from_hf, architecture_to_hf
+from fp8core.numerics.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from fp8core.user_files import read_json_object
 
 _COMMON = {"hidden_act": "silu", "num_key_value_heads": 8, "tie_word_embeddings": True}
@@ -55,6 +56,11 @@ QWEN3_30B_A3B = QWEN3_06B | {
 }
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+# As Qwen3's page says to change its config.json.
+QWEN3_YARN = QWEN3_06B | {"rope_scaling": YARN}
+
+
 def without(config, *keys):
     return {key: value for key, value in config.items() if key not in keys}
 
@@ -72,6 +78,15 @@ def test_transformers_5_keys_mean_the_same():
     qwen3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "layer_types": ["full_attention"] * 28}
     assert architecture_from_hf(llama, "") == architecture_from_hf(LLAMA_32_1B, "")
     assert architecture_from_hf(qwen3, "") == architecture_from_hf(QWEN3_06B, "")
+
+
+def test_yarn_has_the_positions_that_it_extends_to():
+    arch = architecture_from_hf(QWEN3_YARN, "")
+    assert arch.max_positions == 131072, "max_position_embeddings is what the model was trained with"
+    assert architecture_from_hf(QWEN3_YARN | {"max_position_embeddings": 131072}, "") == arch
+    # transformers takes the whole length for the original one where the file has none.
+    short = architecture_from_hf(QWEN3_06B | {"rope_scaling": without(YARN, "original_max_position_embeddings")}, "")
+    assert short.max_positions == 4 * QWEN3_06B["max_position_embeddings"]
 
 
 def test_what_a_first_llama_leaves_out():
@@ -92,7 +107,9 @@ def test_what_a_first_llama_leaves_out():
         (LLAMA_32_1B, {"mlp_bias": True}, "mlp_bias: found"),
         (LLAMA_32_1B, {"hidden_act": "gelu"}, "hidden_act: found"),
         (QWEN3_06B, {"quantization_config": BLOCK_FP8}, "quantization_config: found"),
-        (LLAMA_32_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type: found"),
+        (LLAMA_32_1B, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: found"),
+        (LLAMA_32_1B, {"rope_scaling": YARN | {"factor": None}}, "factor: found nothing; expected a positive"),
+        (LLAMA_32_1B, {"rope_scaling": YARN | {"beta_fast": -1}}, "beta_fast: found -1"),
         (LLAMA_32_1B, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "transformers cannot read it"),
         (without(MISTRAL_7B_V03, "sliding_window"), {}, "sliding_window: found"),
         (QWEN3_30B_A3B, {"use_sliding_window": True, "sliding_window": 16}, "sliding_window: found"),
@@ -115,12 +132,26 @@ def test_unsupported_is_refused_by_file_and_key(base, changes, key):
     assert len(str(refused.value)) < 400
 
 
-scalings = st.builds(
-    RopeScaling,
-    factor=st.floats(1, 64),
-    low_freq_factor=st.floats(0.5, 2),
-    high_freq_factor=st.floats(3, 8),
-    original_max_positions=st.integers(8, 8192),
+factors = st.floats(1, 64)
+originals = st.integers(8, 8192)
+scalings = st.one_of(
+    st.builds(LinearScaling, factor=factors),
+    st.builds(
+        Llama3Scaling,
+        factor=factors,
+        low_freq_factor=st.floats(0.5, 2),
+        high_freq_factor=st.floats(3, 8),
+        original_max_position_embeddings=originals,
+    ),
+    st.builds(
+        YarnScaling,
+        factor=factors,
+        original_max_position_embeddings=originals,
+        beta_fast=st.floats(8, 64),
+        attention_factor=st.none() | st.floats(0.5, 2),
+        mscale=st.none() | st.floats(0.5, 2),
+        truncate=st.booleans(),
+    ),
 )
 
 
@@ -138,6 +169,8 @@ mixtures = st.builds(
 @st.composite
 def architectures(draw):
     family = draw(st.sampled_from(list(FAMILIES)))
+    scaling = draw(st.none() | scalings)
+    positions = scaling.max_positions if isinstance(scaling, YarnScaling) else draw(st.integers(16_384, 1 << 20))
     kv_heads, groups, head_dim = draw(st.integers(1, 8)), draw(st.integers(1, 8)), 2 * draw(st.integers(1, 64))
     return Architecture(
         family=family,
@@ -150,8 +183,8 @@ def architectures(draw):
         head_dim=head_dim,
         rms_norm_eps=draw(st.floats(1e-8, 1e-3)),
         rope_theta=draw(st.floats(1e2, 1e8)),
-        max_positions=draw(st.integers(16_384, 1 << 20)),
-        rope_scaling=draw(st.none() | scalings),
+        max_positions=positions,
+        rope_scaling=scaling,
         tie_embeddings=draw(st.booleans()),
         experts=draw(mixtures) if family == "qwen3_moe" else None,
     )
@@ -167,8 +200,8 @@ def test_written_and_read_back(arch):
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA_32_1B, MISTRAL_7B_V03, OLMO2_1B, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B],
-    ids=["llama", "mistral", "olmo2", "qwen2", "qwen3", "qwen3-moe"],
+    [LLAMA_32_1B, MISTRAL_7B_V03, OLMO2_1B, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B, QWEN3_YARN],
+    ids=["llama", "mistral", "olmo2", "qwen2", "qwen3", "qwen3-moe", "qwen3-yarn"],
 )
 def test_transformers_reads_what_is_written(config, tmp_path: Path):
     arch = architecture_from_hf(config, "")
@@ -195,5 +228,5 @@ def test_transformers_and_we_read_the_same(transformers_checkpoint):
     assert arch.rope_theta == config.rope_parameters["rope_theta"]
     assert arch.head_dim == transformers_checkpoint.model.model.layers[0].self_attn.head_dim
     assert arch.tie_embeddings == config.tie_word_embeddings
-    scaled = config.rope_parameters["rope_type"] == "llama3"
+    scaled = config.rope_parameters["rope_type"] != "default"
     assert (asdict(arch)["rope_scaling"] is not None) == scaled

@@ -1,19 +1,16 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fp8core.numerics.elementwise import (
-    inverse_frequencies,
     keep_fp32,
     rms_norm,
     rotate,
     round_to_bf16,
-    scale_frequencies,
     swiglu,
 )
+from fp8core.numerics.rotary import inverse_frequencies
 
 EPS = 1e-6
 ROUNDINGS = [keep_fp32, round_to_bf16]
@@ -86,27 +83,3 @@ def test_rotation_is_that_of_transformers() -> None:
     expected, _ = apply_rotary_pos_emb(x, x, doubled.cos(), doubled.sin())
     assert torch.equal(rotate(x, cos, sin, keep_fp32), expected)
     assert torch.equal(rotate(x, cos, sin, round_to_bf16), to_bf16(expected))
-
-
-@pytest.mark.parametrize(
-    ("dim", "theta", "factor", "low", "high", "original"),
-    [(128, 500_000.0, 8.0, 1.0, 4.0, 8192), (64, 500_000.0, 32.0, 1.0, 4.0, 8192), (32, 10_000.0, 4.0, 2.0, 3.0, 512)],
-)
-def test_llama3_scaling_is_that_of_transformers(
-    dim: int, theta: float, factor: float, low: float, high: float, original: int
-) -> None:
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(head_dim=dim, rope_parameters=rope))
-    plain = inverse_frequencies(dim, theta)
-    scaled = scale_frequencies(plain, factor, low, high, original)
-    assert torch.equal(scaled, expected)
-    kinds = {float(x) for x in (scaled / plain)[[0, -1]]}
-    assert kinds == {1.0, 1 / factor}, "the case must have both short and long wavelengths"
-    assert ((scaled < plain) & (scaled > plain / factor)).any(), "and some between"

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.e4m3 import encode, round_to_e4m3
-from fp8core.numerics.elementwise import KERNELS, inverse_frequencies, rms_norm, rotate, round_to_bf16
+from fp8core.numerics.elementwise import KERNELS, rms_norm, rotate, round_to_bf16
 from fp8core.numerics.fused import (
     HeadLayout,
     add_norm,
@@ -22,6 +22,7 @@ from fp8core.numerics.fused import (
 )
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import E4M3_MAX, AttentionProducts
+from fp8core.numerics.rotary import inverse_frequencies
 
 EPS = 1e-6
 HIDDEN = 200

@@ -10,6 +10,7 @@ from fp8core.config.engines import SglangConfig, VllmConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.errors import UserError
 from fp8core.models.architecture import Experts
+from fp8core.numerics.rotary import YarnScaling
 from fp8core.rollout.requirements import EngineBuild
 from fp8core.rollout.sglang import entry as sglang
 from fp8core.rollout.vllm import entry as vllm
@@ -20,6 +21,7 @@ FP8, POW2 = PrecisionContract(attention="fp8"), PrecisionContract(scale_rule="po
 BF16 = PrecisionContract(rollout=SidePrecision(linear="bf16", kv_cache="bf16"))
 KERNELS = FP8.model_copy(update={"rounding_points": "kernels"})
 TRUE_TILES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+YARN = YarnScaling(factor=4.0, original_max_position_embeddings=32, attention_factor=1.25)
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
 SPARSE = {"family": "qwen3_moe", "experts": EXPERTS, "hidden_size": 2048}
 
@@ -187,6 +189,9 @@ def test_models_that_vllm_cannot_hold_are_refused(architecture, change, contract
         ({"hidden_size": 288}, BF16, {}, ["no multiple of 64"]),
         (SPARSE, POW2, {}, ["^rollout.engine=sglang: it computes no Qwen3Moe; set .* or rollout.engine=vllm"]),
         ({"vocab_size": 66}, KERNELS, {"model": "aligned"}, ["a vocabulary of 66"]),
+        ({"rope_scaling": YARN}, FP8, {}, ["a YaRN attention factor of 1.25, .*; set rollout.sglang.model to aligned"]),
+        ({"rope_scaling": YARN}, KERNELS, {"model": "aligned"}, []),
+        ({"rope_scaling": replace(YARN, attention_factor=None)}, FP8, {}, []),
     ],
 )
 def test_models_that_sglang_cannot_hold_are_refused(architecture, change, contract, options, complaints):

@@ -10,7 +10,8 @@ from fp8core.config.capability import Node
 from fp8core.config.engines import SglangConfig, VllmConfig
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision
-from fp8core.models.architecture import Experts, RopeScaling
+from fp8core.models.architecture import Experts
+from fp8core.numerics.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from fp8core.rollout.aligned import aligned_recipe, decoder_of
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.requirements import EngineBuild
@@ -198,9 +199,15 @@ def test_the_aligned_model_computes_what_the_contract_says():
         check(described | {"model": "Qwen3ForCausalLM"})
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_config_json_of_an_aligned_model_says_which_decoder_it_is(architecture, family):
-    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
+LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+YARN = YarnScaling(factor=4.0, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [("llama", LLAMA3), ("mistral", None), ("qwen2", LinearScaling(factor=2.0)), ("qwen3", YARN)],
+)
+def test_config_json_of_an_aligned_model_says_which_decoder_it_is(architecture, family, scaling):
     arch = architecture(**SHAPE, family=family, rope_scaling=scaling)
     contract = KERNELS.model_copy(update={"scale_rule": "fp32", "attention": "fp16_over_fp8_cache"})
     for config in (

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.models.architecture import Experts, RopeScaling
+from fp8core.models.architecture import Experts
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.numerics.recipe import RECIPES
+from fp8core.numerics.rotary import YarnScaling
 from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
@@ -58,10 +59,10 @@ SHAPES = {
         "head_dim": 64,
         "num_layers": 1,
     },
-    "Llama-3.2-1B": {
+    "Llama-3.2-1B, with YaRN": {
         "family": "llama",
         "tie_embeddings": True,
-        "rope_scaling": RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=16),
+        "rope_scaling": YarnScaling(factor=4.0, original_max_position_embeddings=16, beta_fast=4.0),
         "hidden_size": 256,
         "num_heads": 4,
         "num_kv_heads": 1,

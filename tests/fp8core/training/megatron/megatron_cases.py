@@ -3,7 +3,8 @@
 from typing import Any
 
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.models.architecture import Experts, RopeScaling
+from fp8core.models.architecture import Experts
+from fp8core.numerics.rotary import Llama3Scaling
 
 _EXPERTS: dict[str, Any] = {"count": 4, "per_token": 2, "intermediate_size": 48, "dense_layers": ()}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -11,7 +12,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True},
     "llama": {
         "family": "llama",
-        "rope_scaling": RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0, original_max_positions=16),
+        "rope_scaling": Llama3Scaling(
+            factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0, original_max_position_embeddings=16
+        ),
     },
     "qwen2": {"family": "qwen2"},
     # A dense layer, then a sparse one.

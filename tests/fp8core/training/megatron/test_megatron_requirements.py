@@ -1,5 +1,6 @@
 """What the Megatron trainer cannot do on a machine is refused before anything is loaded."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.config.training import MegatronConfig
 from fp8core.errors import UserError, refuse
 from fp8core.models.hub import HUB_ARCHITECTURES
+from fp8core.numerics.rotary import LinearScaling, YarnScaling
 from fp8core.run.build import engine_environment
 from fp8core.training.megatron.arguments import transformer_arguments
 from fp8core.training.megatron.entry import grid_refusals, machine_refusals
@@ -100,6 +102,16 @@ def test_a_model_that_cannot_be_cut_is_refused(architecture, changes, parts, lon
     megatron = MegatronConfig(**parts)
     with pytest.raises(UserError, match=f"^training.megatron.{reason}"):
         refuse(grid_refusals(architecture(**changes), megatron, BF16, longest))
+
+
+def test_only_frequencies_are_scaled(architecture):
+    yarn = YarnScaling(factor=4.0, original_max_position_embeddings=16)
+    first, *others = (
+        [*grid_refusals(architecture(rope_scaling=scaling), MegatronConfig(), BF16, 64)]
+        for scaling in (yarn, replace(yarn, attention_factor=1.0), LinearScaling(factor=4.0))
+    )
+    assert re.search(r"multiplies Q and K by 1.139, .*; set trainer to torch$", *first)
+    assert others == [[], []]
 
 
 def test_block_fp8_needs_whole_tiles_on_each_gpu():

@@ -18,6 +18,7 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
 from fp8core.errors import StoredFileError
 from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.numerics.rotary import LinearScaling, YarnScaling
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.masters import Masters
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
@@ -39,8 +40,8 @@ BARE = {"optimiser": {"beta1": 0.0}, "max_grad_norm": 1e9}
 SHAPES = {
     "qwen3": {},
     "llama": {"family": "llama"},
-    "qwen2": {"family": "qwen2"},
-    "tied": {"tie_embeddings": True},
+    "qwen2": {"family": "qwen2", "rope_scaling": LinearScaling(factor=2.0)},
+    "tied": {"tie_embeddings": True, "rope_scaling": YarnScaling(factor=4.0, original_max_position_embeddings=16)},
     # No width of it is whole tiles, and no part of a fused linear ends with one.
     "partial tiles": {
         **{"family": "qwen2", "hidden_size": 192, "intermediate_size": 336},
