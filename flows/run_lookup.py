@@ -88,9 +88,9 @@ def admit_code(folder: Path, overrides: Overrides, work_folder: Path, *, trust: 
         code_settings = printable(", ".join(f"{key}={value}" for key, value in code.items()))
         if not trust:
             raise UserError(
-                f"{folder}: its run.json names code that would run here: {code_settings}; --trust allows it"
+                f"{folder}: its run.json names code to run or servers to ask: {code_settings}; --trust allows it"
             )
-        say(f"{folder}: runs code that its run.json names: {code_settings}", sys.stderr)
+        say(f"{folder}: uses code or servers that its run.json names: {code_settings}", sys.stderr)
     if code or own_code(reload_config(stored_config, overrides)):
         search_last(Path.cwd())
         search_last(work_folder)

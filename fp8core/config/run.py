@@ -18,7 +18,7 @@ from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
 from fp8core.config.parity import ParityConfig
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
-from fp8core.config.reward import RewardConfig
+from fp8core.config.reward import PLACEHOLDER, RewardConfig
 from fp8core.config.section import Section, UserPath, UserSource, choice_of
 from fp8core.config.shipped import ENGINES, OPTIMISERS, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS, TRACKERS, is_shipped
 from fp8core.config.steps import Feature
@@ -270,13 +270,18 @@ class RunConfig(Section):
             "ahead": self.pipeline.mode != "synchronous",
             "scoring_pass": self.logprobs.source == "pass",
             "scoring_update": self.logprobs.source != "pass",
+            "judge": bool(self.reward.judges),
         }
         return frozenset(feature for feature, present in features.items() if present)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":
         for problem in chain(
-            _model_problems(self), _data_problems(self), _update_problems(self), _episode_problems(self)
+            _model_problems(self),
+            _data_problems(self),
+            _update_problems(self),
+            _episode_problems(self),
+            _judge_problems(self),
         ):
             raise ValueError(problem)
         return self
@@ -363,6 +368,13 @@ def _episode_problems(config: RunConfig) -> Iterator[str]:
         yield f"environment.name={environment.name}: no episodes with {setting}; unset one of both"
 
 
+def _judge_problems(config: RunConfig) -> Iterator[str]:
+    known = {"question", "answer", "completion", *config.data.columns}
+    for key, judge in config.reward.judges.items():
+        for name in set(PLACEHOLDER.findall(judge.template)) - known:
+            yield f"{key}.template: {{{name}}} is none of {', '.join(sorted(known))}; name the field in data.columns"
+
+
 def public_dump(config: RunConfig) -> dict[str, Any]:
     """JSON types with the keys of a configuration file."""
     return config.model_dump(mode="json", by_alias=True)
@@ -396,26 +408,23 @@ CLUSTER: Final = "cluster.address"
 
 
 def own_code(config: RunConfig) -> dict[str, str]:
-    """The import paths in a configuration that are not this project's own, and a cluster, by the key that has them.
+    """The import paths in a configuration that are not this project's own, and servers, by the key that has them.
 
-    A Ray cluster and its driver send each other pickled objects: each can run code on the other.
+    A Ray cluster and its driver send each other pickled objects: each can run code on the other. A judge gets
+    completions, and a key of the user's.
     """
     code_paths = {f"pipeline.steps.{step.name}.uses": step.uses for step in config.pipeline.steps}
     own_paths = {key: path for key, path in code_paths.items() if not is_shipped(path)}
     choices = (
-        ("reward.verifier", config.reward.verifier, SHIPPED_VERIFIERS),
+        *((each.key, each.name, SHIPPED_VERIFIERS) for each in config.reward.all_verifiers),
         ("loss.policy", config.loss.policy, SHIPPED_LOSSES),
         ("rollout.engine", config.rollout.engine, ENGINES),
         ("training.optimiser.name", config.training.optimiser.name, OPTIMISERS),
         *((("environment.name", config.environment.name, SHIPPED_ENVIRONMENTS),) if config.environment else ()),
         *((f"tracking.services.{at}", path, TRACKERS) for at, path in enumerate(config.tracking.services)),
-        *((f"reward.others.{other.name}", other.verifier, SHIPPED_VERIFIERS) for other in config.reward.others),
-        *(
-            (f"{data_key(name)}.verifier", source.verifier, SHIPPED_VERIFIERS)
-            for name, source in config.listed_sources.items()
-            if source.verifier is not None
-        ),
     )
+    for key, judge in config.reward.judges.items():
+        own_paths[f"{key}.url"] = judge.url if judge.key_variable is None else f"{judge.url} with {judge.key_variable}"
     if config.cluster.address is not None:
         own_paths[CLUSTER] = config.cluster.address
     return own_paths | {key: path for key, path, builtin_paths in choices if path not in builtin_paths}

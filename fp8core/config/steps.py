@@ -15,7 +15,7 @@ class NoOptions(Section):
     """The options of a step, or of a loss, that has none."""
 
 
-Feature = Literal["environment", "synchronous", "ahead", "scoring_pass", "scoring_update"]
+Feature = Literal["environment", "synchronous", "ahead", "scoring_pass", "scoring_update", "judge"]
 """What a configuration has (`RunConfig.features`), as far as steps and their ports depend on it."""
 
 

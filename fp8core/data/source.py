@@ -30,6 +30,7 @@ from fp8core.data.prompt import (
     check_prompt,
     generator,
     is_heldout,
+    messages_of,
     problem,
     problems_digest,
 )
@@ -336,7 +337,8 @@ def check_problems(
 
 def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> str | None:
     """The failure of the main verifier where a completion is the answer. Raises UserError: it returned no verdict."""
-    answer = ScoreRequest(problem.question, problem.answer, problem.answer, "stop", problem.columns, problem.source)
+    further = (problem.columns, problem.source, messages_of(problem, config))
+    answer = ScoreRequest(problem.question, problem.answer, problem.answer, "stop", *further)
     (verdict,) = verifier.main.verify([answer])
     if verdict.outcome not in ("timeout", "crashed"):
         return None

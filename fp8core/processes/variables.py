@@ -20,5 +20,14 @@ def check_variables(required: Mapping[str, str], moment: str) -> None:
             raise UserError(f"{name} must be {value} before {moment}, it is {current}")
 
 
+def secret(name: str, setting: str) -> str:
+    """The value of a variable, for a header of HTTP. Raises UserError, which does not show it: it is not set so."""
+    value = os.environ.get(name, "").strip()
+    if not (value and value.isascii() and value.isprintable()):
+        problem = "holds what no key has" if value else "is not set"
+        raise UserError(f"{setting}={name}: the environment variable {problem}")
+    return value
+
+
 def variables() -> dict[str, str]:
     return dict(os.environ)

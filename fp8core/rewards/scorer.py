@@ -30,14 +30,28 @@ class SideScore(NamedTuple):
     outcome: VerdictOutcome
 
 
+class Judgement(NamedTuple):
+    """A judge's reply to a request, which is its SHA-256, and what was read in it; a timeout or crash has no reply."""
+
+    request: str
+    reply: str
+    score: float
+    outcome: VerdictOutcome
+    detail: str
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """The score of an answer, a detail for people (empty when right), and the scores of further verifiers."""
+    """The score of an answer, a detail for people (empty when right), and the scores of further verifiers.
+
+    `judgements`: of the judges among these verifiers.
+    """
 
     score: float
     outcome: VerdictOutcome
     detail: str
     side_scores: tuple[SideScore, ...] = ()
+    judgements: tuple[Judgement, ...] = ()
 
 
 RIGHT = Verdict(1.0, "right", "")
@@ -68,6 +82,7 @@ class ScoreRequest(NamedTuple):
 
     `columns`: other columns of the prompt's row (`data.columns`) as a JSON object; empty where none are configured.
     `source`: where `data` is a list, the name of the prompt's source.
+    `messages`: of the prompt, as JSON (`messages_of`); empty where neither an environment nor a judge reads them.
     """
 
     prompt: str
@@ -76,10 +91,11 @@ class ScoreRequest(NamedTuple):
     finish: str
     columns: str = ""
     source: str = ""
+    messages: str = ""
 
     @property
     def for_scorer(self) -> tuple[str, ...]:
-        return self[:-1]
+        return self[:5]
 
 
 class Scorer(ABC):

@@ -11,11 +11,12 @@ from types import MappingProxyType
 
 from pydantic import JsonValue
 
-from fp8core.config.reward import FormatOptions, RewardConfig
+from fp8core.config.reward import FormatOptions, JudgeOptions, RewardConfig
 from fp8core.errors import UserError
 from fp8core.processes.pool import Failure, Limits, PoolProcess, ProcessPool
 from fp8core.rewards.integer import IntegerVerifier
 from fp8core.rewards.scorer import RIGHT, Scorer, ScoreRequest, SideScore, Verdict, unparsed_answer, wrong
+from fp8core.store.answers import Answers
 
 MARKER = "#"
 _IN_PROCESS = ("chain", "integer", "format")
@@ -123,17 +124,16 @@ Request = tuple[str, ...]
 """A completion to score, or (prompt, answer) to check."""
 
 
-class VerifierPool(Verifier):
-    """Processes that serve one scorer while the engine generates. Equal answers are checked once. Safe for threads."""
+class ConcurrentVerifier(Verifier):
+    """Checks answers while the engine generates. Equal ones are checked once. Safe for threads."""
 
-    def __init__(self, key: str, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int) -> None:
-        self._setting = f"{key}={name}"
-        settings = {"name": name, "options": dict(options)}
-        self._pool = ProcessPool(self._setting, "fp8core.rewards.scorer:serve_scorer", settings, limits)
-        self._threads = ThreadPoolExecutor(workers, "verifier")
-        self._of_thread = threading.local()
+    def __init__(self, setting: str) -> None:
+        self._setting = setting
         self._lock = threading.Lock()
         self._verdicts: dict[Request, Future[Verdict]] = {}
+
+    @abstractmethod
+    def _submit(self, request: Request) -> "Future[Verdict]": ...
 
     def begin(self, requests: Sequence[ScoreRequest]) -> None:
         self._start(requests)
@@ -144,6 +144,24 @@ class VerifierPool(Verifier):
             for request in requests:
                 self._verdicts.pop(request, None)
         return verdicts
+
+    def _start(self, requests: Sequence[Request]) -> list[Future[Verdict]]:
+        with self._lock:
+            for request in requests:
+                if request not in self._verdicts:
+                    self._verdicts[request] = self._submit(request)
+            return [self._verdicts[request] for request in requests]
+
+
+class VerifierPool(ConcurrentVerifier):
+    """Processes that serve one scorer."""
+
+    def __init__(self, key: str, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int) -> None:
+        super().__init__(f"{key}={name}")
+        settings = {"name": name, "options": dict(options)}
+        self._pool = ProcessPool(self._setting, "fp8core.rewards.scorer:serve_scorer", settings, limits)
+        self._threads = ThreadPoolExecutor(workers, "verifier")
+        self._of_thread = threading.local()
 
     def faults(self, answers: Sequence[tuple[str, str]], source: str = "") -> list[str | None]:
         verdicts = self.verify(answers)
@@ -156,12 +174,8 @@ class VerifierPool(Verifier):
         self._pool.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _start(self, requests: Sequence[Request]) -> list[Future[Verdict]]:
-        with self._lock:
-            for request in requests:
-                if request not in self._verdicts:
-                    self._verdicts[request] = self._threads.submit(self._check, request)
-            return [self._verdicts[request] for request in requests]
+    def _submit(self, request: Request) -> Future[Verdict]:
+        return self._threads.submit(self._check, request)
 
     def _check(self, request: Request) -> Verdict:
         process: PoolProcess | None = getattr(self._of_thread, "process", None)
@@ -234,7 +248,8 @@ class WeightedVerifiers(Verifier):
                 if other in failures:
                     detail = "; ".join(filter(None, (detail, f"{name}: {other.detail}")))
                 side_scores = (*verdict.side_scores, SideScore(name, other.score, weight, other.outcome))
-                verdicts[place] = replace(verdict, side_scores=side_scores, detail=detail)
+                judgements = (*verdict.judgements, *other.judgements)
+                verdicts[place] = replace(verdict, side_scores=side_scores, detail=detail, judgements=judgements)
         return verdicts
 
     def faults(self, answers: Sequence[tuple[str, str]], source: str = "") -> list[str | None]:
@@ -257,17 +272,28 @@ def reward_of(verdict: Verdict) -> float:
     return verdict.score + sum(part.weight * part.score for part in verdict.side_scores)
 
 
-def build_verifier(config: RewardConfig, by_source: Mapping[str, RewardConfig] = MappingProxyType({})) -> Verifier:
-    """Raises UserError: what a verifier needs is not installed, or a function cannot be imported, or be called so."""
-    main = _verifier_of_sources(config, by_source) if by_source else _one_verifier(config, "reward.verifier")
+def build_verifier(
+    config: RewardConfig,
+    by_source: Mapping[str, RewardConfig] = MappingProxyType({}),
+    answers: Answers | None = None,
+) -> Verifier:
+    """`answers`: those that judges gave.
+
+    Raises UserError: what a verifier needs is not installed, a function cannot be imported or called so, or a judge
+    does not answer."""
+    answers = Answers() if answers is None else answers
+    main = _verifier_of_sources(config, by_source, answers) if by_source else _one_verifier(config, "reward", answers)
     others = list[tuple[str, float, Verifier]]()
     for other in config.others:
         other_config = config.model_copy(update={"verifier": other.verifier, "options": other.options})
-        others.append((other.name, other.weight, _one_verifier(other_config, f"reward.others.{other.name}.verifier")))
+        built = _one_verifier(other_config, f"reward.others.{other.name}", answers)
+        others.append((other.name, other.weight, built))
     return WeightedVerifiers(main, others) if others else main
 
 
-def _verifier_of_sources(config: RewardConfig, by_source: Mapping[str, RewardConfig]) -> SourceVerifiers:
+def _verifier_of_sources(
+    config: RewardConfig, by_source: Mapping[str, RewardConfig], answers: Answers
+) -> SourceVerifiers:
     """Sources with equal settings share a verifier, and all verifiers share `reward.workers`."""
     rewards = [*by_source.values()]
     different = [each for i, each in enumerate(rewards) if each not in rewards[:i]]
@@ -276,18 +302,24 @@ def _verifier_of_sources(config: RewardConfig, by_source: Mapping[str, RewardCon
     verifiers = list[Verifier]()
     for one in different:
         name = next(name for name, each in by_source.items() if each == one)
-        key = "reward.verifier" if one == config else f"data.{name}.verifier"
-        verifiers.append(_one_verifier(one.model_copy(update={"workers": workers}), key))
+        section = "reward" if one == config else f"data.{name}"
+        verifiers.append(_one_verifier(one.model_copy(update={"workers": workers}), section, answers))
     return SourceVerifiers({name: verifiers[different.index(each)] for name, each in by_source.items()})
 
 
-def _one_verifier(config: RewardConfig, key: str) -> Verifier:
+def _one_verifier(config: RewardConfig, section: str, answers: Answers) -> Verifier:
+    key = f"{section}.verifier"
     if config.verifier == "chain":
         return InProcess("chain", ChainVerifier(), key)
     if config.verifier == "integer":
         return InProcess("integer", IntegerVerifier(), key)
     if config.verifier == "format":
         return InProcess("format", FormatVerifier(FormatOptions.model_validate(config.options).tags), key)
+    if config.verifier == "judge":
+        # Its library takes as long to import as most verifiers together.
+        from fp8core.rewards.judge import Judge
+
+        return Judge(key, f"{section}.options", JudgeOptions.model_validate(config.options), answers)
     if config.verifier == "math-verify" and find_spec("math_verify") is None:
         raise UserError(f"{key}=math-verify: it is not installed (pip install 'fp8-grpo[math]')")
     limits = Limits(config.timeout_seconds, config.memory_mb)

@@ -20,6 +20,7 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.engine import Probe, RolloutEngine
+from fp8core.store.answers import Answers
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.run_directory import RunDirectory
@@ -65,6 +66,8 @@ class StepContext:
     tokenizer: Tokenizer
     arch: Architecture
     verifier: Verifier
+    answers: Answers
+    """Replies that judges gave."""
     environment: EnvironmentPool | None = field(default=None, repr=False)
     """Replies to episodes; None without `environment`, and in a replay, which takes the recorded replies."""
     replayed: LedgerView | None = field(default=None, repr=False)

@@ -19,6 +19,7 @@ from fp8core.config.step_graph import PlannedStep
 from fp8core.config.steps import import_step
 from fp8core.errors import NotRecordedError, UserError, described_error, printable
 from fp8core.run.context import RunContext, StepContext
+from fp8core.run.judgements import stored_judgements
 from fp8core.run.policy import SyncError
 from fp8core.store.artifacts import Ref, contents
 from fp8core.store.json_text import canonical_json
@@ -193,6 +194,7 @@ def commit_step(run: RunContext, index: int) -> None:
         )
     )
     run.store.shards(index).clear()
+    run.answers.forget([judgement.request for judgement in stored_judgements(run, index)])
     run.store.forget_tables()
 
 

@@ -18,6 +18,7 @@ from fp8core.rewards.scorer import OUTCOMES, Key
 from fp8core.rollout.engine import Completion, RolloutEngine
 from fp8core.rollout.episodes import EpisodePlayer
 from fp8core.run.context import StepContext
+from fp8core.run.judgements import judgement_table, recall_judgements
 from fp8core.run.rollouts import (
     check_outcomes,
     ends_of,
@@ -61,19 +62,22 @@ def heldout_artifacts(run: StepContext, index: int) -> dict[str, Ref]:
         return turn_records(run.store.get_table(run.replayed.artifacts(index)[name]))
 
     pool = pool_of(run, read_turns)
-    return stored_evaluation(run, *heldout_accuracy(run, run.engine, run.config.evaluation.prompts, pool))
+    return stored_evaluation(run, *heldout_accuracy(run, index, run.engine, run.config.evaluation.prompts, pool))
 
 
-def stored_evaluation(run: StepContext, content: dict[str, Any], turns: pa.Table | None) -> dict[str, Ref]:
+def stored_evaluation(
+    run: StepContext, content: dict[str, Any], turns: pa.Table | None, judgements: pa.Table | None
+) -> dict[str, Ref]:
     store = run.store
-    artifacts = {} if turns is None else {"heldout_turns": store.put_table("turns", turns)}
+    tables = {"heldout_turns": ("turns", turns), "heldout_judgements": ("judgements", judgements)}
+    artifacts = {port: store.put_table(kind, table) for port, (kind, table) in tables.items() if table is not None}
     return {**artifacts, "evaluation": store.put_json("evaluation", content)}
 
 
 def heldout_accuracy(
-    run: StepContext, engine: RolloutEngine, count: int, pool: Pool | None = None
-) -> tuple[dict[str, Any], pa.Table | None]:
-    """The content of an artifact of kind `evaluation` for the first held-out prompts, and their turns."""
+    run: StepContext, index: int, engine: RolloutEngine, count: int, pool: Pool | None = None
+) -> tuple[dict[str, Any], pa.Table | None, pa.Table | None]:
+    """The content of an artifact of kind `evaluation` for the first held-out prompts, their turns and judgements."""
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
     rows = prompts.to_pylist()
     groups = groups_of(rows, run.config.seed, START, 1)
@@ -82,6 +86,7 @@ def heldout_accuracy(
     episodes = all_of(while_going(run, batches), len(groups))
     rollouts, turns = row_tables(episodes, run.config, run.tokenizer)
     check_outcomes(run.config, turns)
+    recall_judgements(run, index)
     verdicts = verdicts_of(run.verifier.main, ends_of(rows, rollouts, turns))
     tell_failures(run, "held-out prompts", verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
@@ -110,4 +115,4 @@ def heldout_accuracy(
     if turns is not None:
         by_episode = groupby(turns.to_pylist(), key=itemgetter("group"))
         content["episodes"] = episode_means([[*rows] for _, rows in by_episode])
-    return content, turns
+    return content, turns, judgement_table(run.config, verdicts)

@@ -47,8 +47,9 @@ from fp8core.run.context import RunContext
 from fp8core.run.policy import initial_trainer
 from fp8core.run.refusals import check_cluster, check_memory, graph_of, uncorrected_lag
 from fp8core.run.resume import rebuild_policies
+from fp8core.store.answers import AnswerLog, RecordedAnswers
 from fp8core.store.artifacts import RolloutShards
-from fp8core.store.layout import LEDGER, shards_of_steps
+from fp8core.store.layout import ANSWERS, LEDGER, shards_of_steps
 from fp8core.store.ledger import START, LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, current_code, git_state, hardware
 from fp8core.store.run_directory import RunDescription, RunDirectory, check_no_owner, read_description
@@ -100,7 +101,9 @@ def open_run(
             cluster.workers.check_shared_folder(directory.path)
         with console.part("loading the model"):
             base = build_base(config)
-        verifier = parts.enter_context(closing(build_verifier(config.reward, config.source_rewards)))
+        answers = AnswerLog(directory.path / ANSWERS) if replayed is None else RecordedAnswers()
+        parts.callback(answers.close)
+        verifier = parts.enter_context(closing(build_verifier(config.reward, config.source_rewards, answers)))
         with console.part("checking the data"):
             source, left_out, remark = check_data(config, base, source, verifier)
         for note in (*_notes(config, base), *filter(None, [remark])):
@@ -112,6 +115,7 @@ def open_run(
             for row in {row.source: row for row in reversed(list(source.to_check()))}.values():
                 if (failure := failed_answer(row, config, verifier)) is not None:
                     console.note(failure)
+            answers.forget()
         environment = None
         environment_description = recorded_environment
         if config.environment is not None and replayed is None:
@@ -144,6 +148,7 @@ def open_run(
             arch=base.arch,
             source=source,
             verifier=verifier,
+            answers=answers,
             model_revision=base.revision,
             machine=hardware(),
             git=git_state(PACKAGES[0]),

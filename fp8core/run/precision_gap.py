@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -47,8 +48,10 @@ _SEED = 0
 _TEXTS = 8
 
 
-def measure_gap(run: RunContext, scales: PolicyScales, evaluation: dict[str, Any]) -> dict[str, Any]:
-    """`evaluation`: the engine's accuracy."""
+def measure_gap(
+    run: RunContext, scales: PolicyScales, evaluation: dict[str, Any]
+) -> tuple[dict[str, Any], pa.Table | None]:
+    """The content of an artifact of kind `precision_gap`, and judgements; `evaluation`: the engine's accuracy."""
     count = compared_prompts(run.config)
     problems = run.source.heldout(run.config.evaluation.prompts)[:count]
     prompts = prompt_table(run, problems)
@@ -80,10 +83,11 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluation: dict[str, Any
         cost = part_costs(Subjects(bf16, {"all": whole}), texts, tell_progress).parts["all"]
     with closing(build_engine(other, run.arch)) as engine, run.console.part("precision gap, held-out in BF16"):
         engine.update(bf16_weights, PolicyScales(0, ()), 0)
-        scores = heldout_accuracy(run, engine, count)[0]["scores"]
-    fp8_scores, bf16_scores = ([columns[name] for name in names] for columns in (evaluation["scores"], scores))
+        bf16_evaluation, _, judgements = heldout_accuracy(run, START, engine, count)
+    by_prompt = (evaluation["scores"], bf16_evaluation["scores"])
+    fp8_scores, bf16_scores = ([scores[name] for name in names] for scores in by_prompt)
     differences = [a - b for a, b in zip(fp8_scores, bf16_scores, strict=True)]
-    return {
+    content = {
         "prompts": count,
         "tokens": len(distances),
         "temperature": sampling.temperature,
@@ -98,6 +102,7 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluation: dict[str, Any
         "bf16_accuracy": asdict(score_estimate(bf16_scores, _SEED)),
         "difference": asdict(difference_estimate(differences, _SEED)),
     }
+    return content, judgements
 
 
 def gap_line(gap: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, sample_seed
 from fp8core.rollout.registry import longest_row
 from fp8core.run.context import RunContext, StepContext
+from fp8core.run.judgements import judgement_table, recall_judgements
 from fp8core.store.tables import (
     COLUMNS,
     COMPLETION_KEY,
@@ -62,7 +63,7 @@ def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tok
     if config.listed_sources:
         columns[SOURCE.name] = [problem.source for problem in problems]
         schema = schema.append(SOURCE)
-    if config.environment is not None:
+    if config.environment is not None or config.judges:
         columns["messages"] = [messages_of(problem, config) for problem in problems]
         schema = schema.append(MESSAGES)
     return pa.table(columns, schema=schema)
@@ -171,7 +172,7 @@ def ends_of(
         if last.outcome == JUDGE:
             prompt = by_group[row["group"]]
             finish = "stop" if row["finish"] == "stop_string" else row["finish"]
-            further = (prompt.get(name, "") for name in (COLUMNS.name, SOURCE.name))
+            further = (prompt.get(name, "") for name in (COLUMNS.name, SOURCE.name, MESSAGES.name))
             ends.append(ScoreRequest(prompt["text"], last.text, prompt["reference"], finish, *further))
         else:
             ends.append(Verdict(float(last.outcome == "right"), cast(VerdictOutcome, last.outcome), last.detail))
@@ -183,11 +184,14 @@ def verdicts_of(verifier: Verifier, ends: Sequence[ScoreRequest | Verdict]) -> l
     return [next(judged) if isinstance(end, ScoreRequest) else end for end in ends]
 
 
-def reward_table(run: StepContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
-    """Of kind `rewards`. `score` is the reward without what other verifiers add."""
+def reward_tables(
+    run: StepContext, index: int, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None
+) -> tuple[pa.Table, pa.Table | None]:
+    """Of kinds `rewards`, and `judgements` with a judge. `score` is the reward without what other verifiers add."""
     prompt_rows = prompts.drop_columns(["tokens"]).to_pylist()
     sources = {row["group"]: {SOURCE.name: row[SOURCE.name]} for row in prompt_rows if SOURCE.name in row}
     ends = ends_of(prompt_rows, rollouts, turns)
+    recall_judgements(run, index)
     verdicts = verdicts_of(run.verifier, ends)
     tell_failures(run, "rewards", verdicts)
     played = {} if turns is None else turn_records(turns)
@@ -215,7 +219,13 @@ def reward_table(run: StepContext, prompts: pa.Table, rollouts: pa.Table, turns:
             }
         )
     columns = [pa.field(name, pa.float64()) for name in (rows[0] if rows else {}) if name.startswith(SCORE)]
-    return pa.Table.from_pylist(rows, schema=pa.schema([*REWARDS, *columns, *([SOURCE] if sources else [])]))
+    schema = pa.schema([*REWARDS, *columns, *([SOURCE] if sources else [])])
+    return pa.Table.from_pylist(rows, schema=schema), judgement_table(run.config, verdicts)
+
+
+def begin_verdicts(run: StepContext, index: int, ends: Sequence[ScoreRequest | Verdict]) -> None:
+    recall_judgements(run, index)
+    run.verifier.begin([end for end in ends if isinstance(end, ScoreRequest)])
 
 
 def check_reward(value: float, key: Key) -> None:

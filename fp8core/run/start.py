@@ -123,7 +123,11 @@ def precision_gap(run: RunContext, scales: Ref, evaluation: Ref) -> TaskResult:
         if run.directory.ledger.step(START) is not None:
             # The first evaluation is over, and has not pushed.
             push(run, in_force)
-        return {"precision_gap": store.put_json("precision_gap", measure_gap(run, in_force, content))}
+        gap, judgements = measure_gap(run, in_force, content)
+        artifacts = {"precision_gap": store.put_json("precision_gap", gap)}
+        if judgements is not None:
+            artifacts["gap_judgements"] = store.put_table("judgements", judgements)
+        return artifacts
 
     return run_start_task(run, "precision_gap", {"scales": scales.digest, "evaluation": evaluation.digest}, body)
 

@@ -20,12 +20,13 @@ import pyarrow as pa
 from fp8core.config.run import RunConfig
 from fp8core.environments.protocol import TurnRecord
 from fp8core.progress import tell_progress
-from fp8core.rewards.scorer import Key, ScoreRequest
+from fp8core.rewards.scorer import Key
 from fp8core.rl.batch import routes
 from fp8core.rollout.engine import Completion, PromptGroup, sample_seed
 from fp8core.rollout.episodes import EpisodePlayer
 from fp8core.run.context import StepContext
 from fp8core.run.rollouts import (
+    begin_verdicts,
     ends_of,
     pool_of,
     prompt_table,
@@ -335,10 +336,11 @@ class StreamWriter:
         rows = [{**row.row(), "parts": [*self._parts[_sample(row)].items()]} for row in over]
         self._shards.append(with_experts(pa.Table.from_pylist(rows, schema=PLAYED_EPISODES), over))
         # The verifier may begin while others are generated.
-        if due := [row for row in over if row.batch == self._index]:
-            prompts = [self._prompt(self._index, group) for group in sorted({row.group for row in due})]
-            ends = ends_of(prompts, *row_tables(due, self._run.config, self._run.tokenizer))
-            self._run.verifier.begin([end for end in ends if isinstance(end, ScoreRequest)])
+        for batch in sorted({row.batch for row in over}):
+            rows_of_batch = [row for row in over if row.batch == batch]
+            prompts = [self._prompt(batch, group) for group in sorted({row.group for row in rows_of_batch})]
+            ends = ends_of(prompts, *row_tables(rows_of_batch, self._run.config, self._run.tokenizer))
+            begin_verdicts(self._run, batch, ends)
 
     def _number(self, place: GroupPlace) -> int:
         batch, group = place

@@ -7,6 +7,8 @@ LEDGER: Final = "ledger.jsonl"
 DESCRIPTION: Final = "run.json"
 LOCK: Final = "lock"
 SUMMARY: Final = "summary.json"
+ANSWERS: Final = "answers.jsonl"
+"""Of judges, as long as no step that has them is committed."""
 
 ARTIFACTS: Final = "artifacts"
 MANIFESTS: Final = "manifests"

@@ -301,9 +301,11 @@ class StartTask(NamedTuple):
 START_TASKS: Final[Mapping[str, StartTask]] = {
     "warm_start": StartTask("warm_start", {"policy": "policy", "weights": "weights"}),
     "calibrate": StartTask("first_scales", {"scales": "scales"}),
-    "evaluate": StartTask("first_evaluation", {"evaluation": "evaluation", "heldout_turns": "turns"}),
+    "evaluate": StartTask(
+        "first_evaluation", {"evaluation": "evaluation", "heldout_turns": "turns", "heldout_judgements": "judgements"}
+    ),
     "stream": StartTask("stream", {"stream": "stream"}),
-    "precision_gap": StartTask("precision_gap", {"precision_gap": "precision_gap"}),
+    "precision_gap": StartTask("precision_gap", {"precision_gap": "precision_gap", "gap_judgements": "judgements"}),
 }
 """Name in the ledger -> task, in the order in which they run; not every run has the last two."""
 

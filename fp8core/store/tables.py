@@ -57,7 +57,7 @@ ROLLOUTS = pa.schema(
     ]
 )
 
-# With `environment`: the messages of each row, a JSON list of [role, content] whose last is the question.
+# With `environment` or a judge: the messages of each row, a JSON list of [role, content] whose last is the question.
 MESSAGES = pa.field("messages", pa.string())
 
 # With `rollout.router_replay`: the experts of every position, sparse layer by sparse layer (`Completion.experts`).
@@ -124,6 +124,17 @@ REWARDS = pa.schema(
 )
 _SCORE = REWARDS.field("score")
 
+# Replies of judges; `request` is the SHA-256 of what was asked.
+JUDGEMENTS = pa.schema(
+    [
+        ("request", pa.string()),
+        ("reply", pa.string()),
+        ("score", pa.float64()),
+        ("outcome", pa.string()),
+        ("detail", pa.string()),
+    ]
+)
+
 # The factors of the loss of the step's update (`objective.row_advantages`).
 ADVANTAGES = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("advantage", pa.float64())])
 
@@ -163,6 +174,7 @@ TABLES = {
     "turns": TableSchema(TURNS),
     "stream": TableSchema(STREAM, [STREAM_OF_EPISODES.field(name) for name in ("written", "turns")]),
     "rewards": TableSchema(pa.schema([field for field in REWARDS if field != _SCORE]), [_SCORE]),
+    "judgements": TableSchema(JUDGEMENTS),
     "advantages": TableSchema(ADVANTAGES),
     "logprobs": TableSchema(LOGPROBS),
     "behaviour": TableSchema(LOGPROBS),

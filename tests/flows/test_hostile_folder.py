@@ -84,7 +84,7 @@ def test_code_that_a_run_names_is_imported_by_no_command_without_trust(
         ["evaluate", place],
     ):
         assert main(command) == 2
-        assert f"its run.json names code that would run here: {named}; --trust" in capsys.readouterr().err
+        assert f"its run.json names code to run or servers to ask: {named}; --trust" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     # The records name another configuration.
     assert main(["verify", place]) == 1
@@ -94,7 +94,7 @@ def test_code_that_a_run_names_is_imported_by_no_command_without_trust(
     assert not (tmp_path / "imported").exists()
     capsys.readouterr()
     assert main(["replay", place, "--step", "1", "--trust"]) != 0
-    assert f"runs code that its run.json names: {named}" in capsys.readouterr().err
+    assert f"uses code or servers that its run.json names: {named}" in capsys.readouterr().err
     assert (tmp_path / "imported").exists()
     sys.modules.pop("decoy", None)
 
@@ -102,14 +102,14 @@ def test_code_that_a_run_names_is_imported_by_no_command_without_trust(
 def test_a_tracker_that_a_run_names_is_opened_by_no_command_without_trust(run_copy, capsys):
     named_in(run_copy.folder, "tracking", "services", ["decoy:made"])
     assert main(["resume", str(run_copy.folder)]) == 2
-    assert "code that would run here: tracking.services.0=decoy:made; --trust" in capsys.readouterr().err
+    assert "servers to ask: tracking.services.0=decoy:made; --trust" in capsys.readouterr().err
 
 
 def test_a_cluster_that_a_run_names_is_used_by_no_command_without_trust(run_copy, capsys):
     named_in(run_copy.folder, "cluster", "address", "127.0.0.1:1")
     for command in (["replay", "--step", "1"], ["export", "exported", "--step", "4"], ["resume"], ["evaluate"]):
         assert main([command[0], str(run_copy.folder), *command[1:]]) == 2
-        assert "names code that would run here: cluster.address=127.0.0.1:1; --trust" in capsys.readouterr().err
+        assert "names code to run or servers to ask: cluster.address=127.0.0.1:1; --trust" in capsys.readouterr().err
 
 
 def test_a_run_id_that_is_a_path_is_refused(run_copy):

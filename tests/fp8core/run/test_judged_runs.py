@@ -1,0 +1,99 @@
+"""Runs whose rewards come from a judge: what was answered is never asked again, and a replay asks nobody."""
+
+import json
+
+import pytest
+from judge_server import judge_server
+
+from flows.cli import main
+from fp8core.errors import UserError
+from fp8core.store.layout import ANSWERS
+
+KEY = "sk-very-secret"
+TEMPLATE = "{question} {answer}? {completion}"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with judge_server() as server:
+        yield server
+
+
+def reward(server, **more):
+    options = {"url": server.url, "model": "m", "template": TEMPLATE, "key_variable": "JUDGE_KEY", **more}
+    return {"verifier": "judge", "options": options}
+
+
+def beside(server):
+    return {"verifier": "chain", "others": [{"name": "taste", "weight": 0.5, **reward(server)}]}
+
+
+@pytest.mark.parametrize(
+    ("mode", "others"), [("synchronous", False), ("one_step_off", True), ("asynchronous", True)], ids=str
+)
+def test_a_replay_asks_nobody_and_no_file_has_the_key(loop_run, server, monkeypatch, mode, others):
+    run = loop_run("judged", steps=2, reward=(beside if others else reward)(server), **{"pipeline.mode": mode})
+    assert run.metric("alignment/token_mult_prob_error") == {1: 1.0, 2: 1.0}
+    rewards = run.store.get_table(run.ledger.artifacts(2)["rewards"]).to_pylist()
+    judgements = run.store.get_table(run.ledger.artifacts(2)["judgements"]).to_pylist()
+    scores = [row["score_taste" if others else "reward"] for row in rewards]
+    assert len({*scores}) > 2
+    assert {*scores} - {0.0} == {row["score"] for row in judgements} - {0.0}
+    described = run.records[2]["executed"]["reward"]
+    assert (described["others"]["taste"] if others else described)["url"] == server.url
+    assert not any(KEY.encode() in path.read_bytes() for path in run.folder.rglob("*") if path.is_file())
+    # Those of steps that were generated ahead.
+    assert (run.folder / ANSWERS).exists() == (mode != "synchronous")
+    before = len(server.bodies)
+    monkeypatch.delenv("JUDGE_KEY")
+    assert [verdict.outcome for verdict in run.replayed(range(3))] == ["equal"] * 3
+    assert len(server.bodies) == before
+    assert main(["verify", str(run.folder)]) == 0
+
+
+def test_an_episode_ends_by_a_judge(loop_run, server, digits):
+    environment = {"name": f"{digits}:Digits", "max_turns": 12, "turn_tokens": 3}
+    settings = {"rollout.max_new_tokens": 28, "rollout.group_size": 4, "rollout.prompts_per_step": 2}
+    run = loop_run("talked", steps=1, environment=environment, reward=reward(server), **settings)
+    turns = run.store.get_table(run.ledger.artifacts(1)["turns"])["outcome"].to_pylist()
+    assert "judge" in turns
+    before = len(server.bodies)
+    assert [verdict.outcome for verdict in run.replayed(range(2))] == ["equal"] * 2
+    assert len(server.bodies) == before
+
+
+def test_a_step_that_is_made_again_asks_nobody_and_a_lost_reply_is_asked_again(loop_run, server, tmp_path):
+    run = loop_run("judged", steps=2, reward=reward(server))
+    copy = run.copy(tmp_path)
+    before = server.counts
+    copy.file(2, "rewards").write_bytes(b"damaged")
+    copy.resume()
+    assert "artifacts were damaged; all of its tasks ran again" in copy.said
+    assert server.counts == before
+    copy.file(2, "judgements").write_bytes(b"damaged")
+    copy.resume()
+    assert {*(server.counts - before)} == {*before} & {*(server.counts - before)}
+    assert main(["verify", str(copy.folder)]) == 0
+
+
+def test_a_server_that_fails_in_mid_run_stops_it_with_one_line(loop_run, server, tmp_path):
+    run = loop_run("judged", steps=1, reward=reward(server, retries=0))
+    server.reply = lambda text, before: 500 if "?" in text else "x"
+    with pytest.raises(UserError, match=r"step 2, task reward: reward.verifier=judge: \d+ of \d+ .* HTTP 500: refused"):
+        run.resume(steps=2)
+    with pytest.raises(UserError, match=r"^reward.verifier=judge: .* does not answer: HTTP 500"):
+        server.reply = lambda text, before: 500
+        run.resume(steps=2)
+
+
+def test_a_judge_that_a_run_names_is_asked_by_no_command_without_trust(loop_run, server, capsys):
+    run = loop_run("judged", steps=1, reward=reward(server))
+    before = len(server.bodies)
+    for command in (["resume"], ["replay", "--step", "1"], ["evaluate"]):
+        assert main([command[0], str(run.folder), *command[1:]]) == 2
+        asked = f"servers to ask: reward.options.url={server.url} with JUDGE_KEY; --trust"
+        assert asked in capsys.readouterr().err
+    assert len(server.bodies) == before
+    described = json.loads((run.folder / "run.json").read_text())
+    assert described["config"]["reward"]["options"]["key_variable"] == "JUDGE_KEY"
