@@ -23,6 +23,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from flows.cli.commands import build_parser
 from flows.tracking.metric_names import CORE
+from fp8core.config.reward import OPTIONS
 from fp8core.config.run import RunConfig
 from fp8core.metric import Metric
 from fp8core.metrics.registry import GROUPS
@@ -78,7 +79,7 @@ def pages() -> dict[Path, str]:
     metrics = {name: metric_lines(group) for name, group in GROUPS.items()}
     return {
         REFERENCE / "config.md": _CONFIG
-        + _BLOCK.format("settings", config_sections(RunConfig.model_json_schema(by_alias=True))),
+        + _BLOCK.format("settings", config_sections(RunConfig.model_json_schema(by_alias=True)) + option_sections()),
         REFERENCE / "cli.md": _CLI + _BLOCK.format("commands", cli_sections(build_parser())),
         MANIFEST: rewritten(MANIFEST.read_text(), {name: fields(model) for name, model in _MANIFEST_MODELS.items()}),
         NUMERICS: rewritten(NUMERICS.read_text(), {"presets": preset_names(), "alignment": metrics.pop("alignment")}),
@@ -114,6 +115,12 @@ def _own_properties(model: Schema, shown: Sequence[Schema]) -> Schema:
     """Without those of a section that it has as a whole: its base."""
     bases = [each["properties"] for each in shown if each["properties"].items() <= model["properties"].items()]
     return {key: value for key, value in model["properties"].items() if not any(key in base for base in bases)}
+
+
+def option_sections() -> str:
+    titles = {name: f"\n## Options of `reward.verifier={name}`" for name in OPTIONS}
+    schemas = {name: model.model_json_schema() for name, model in OPTIONS.items()}
+    return "".join(_settings(titles[name], schema, {"$defs": {}}) for name, schema in schemas.items())
 
 
 def _settings(title: str, section: Schema, schema: Schema) -> str:

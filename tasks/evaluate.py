@@ -4,8 +4,7 @@ from fp8core.config.steps import NoOptions
 from fp8core.run.context import StepContext
 from fp8core.run.execute import stored_manifest
 from fp8core.run.heldout import heldout_artifacts, stored_evaluation
-from fp8core.run.judgements import judgement_table
-from fp8core.run.rollouts import turn_table
+from fp8core.run.rollouts import judgement_table, turn_table
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 

@@ -102,6 +102,10 @@ def plan_config(options: argparse.Namespace) -> int:
     graph_on(config, "cpu" if machine.gpu is None else machine.gpu.platform)
     plan = plan_run(config, arch, machine)
     say(plan_text(plan))
+    completions = config.rollout.drawn_prompts * config.rollout.group_size
+    for key, judge in config.judges.items():
+        requests = f"up to {completions:,} requests a step, {judge.concurrency} at a time"
+        say(f"{key}: {requests}, to {judge.model} at {judge.url}")
     if options.json is not None:
         options.json.write_json({"fits": not plan.refusals, **asdict(plan)})
     check_fit(plan)

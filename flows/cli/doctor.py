@@ -17,7 +17,7 @@ def add_commands(commands: Any) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    for line in (*_machine(), *_engines(), *_trackers()):
+    for line in (*_machine(), *_engines(), *_verifiers(), *_trackers()):
         say(line)
     return ExitCode.DONE
 
@@ -40,6 +40,15 @@ def _machine() -> Iterator[str]:
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)
         yield f"GPU {i}: {gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+
+
+def _verifiers() -> Iterator[str]:
+    from fp8core.store.manifest import installed_version
+
+    version = installed_version("math-verify")
+    found = "not ready, it is not installed (pip install 'fp8-grpo[math]')" if version is None else f"ready, {version}"
+    yield f"reward.verifier=math-verify: {found}"
+    yield f"reward.verifier=judge: ready, httpx {installed_version('httpx')}"
 
 
 def _trackers() -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, NamedTuple
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
@@ -17,12 +17,14 @@ Verifier = Annotated[UserSource, choice_of(SHIPPED_VERIFIERS, "function")]
 class FormatOptions(Section):
     """Right: a finished completion that has each tag once, in this order. Tags that end the prompt count as its own."""
 
-    tags: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1, max_length=16)
+    tags: list[Annotated[str, Field(min_length=1)]] = Field(
+        min_length=1, max_length=16, description="A finished completion has each once, in this order."
+    )
 
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 """In the template of a judge."""
-_OPTIONS_TEXT = "Of `format`: tags; of `judge`: [its own](../guides/verifiers.md#a-judge); or of your function."
+_OPTIONS_TEXT = "Those of a shipped verifier are below; or arguments of your function."
 
 
 class JudgeOptions(Section):
@@ -100,12 +102,12 @@ OPTIONS: Mapping[str, type[Section]] = {"format": FormatOptions, "judge": JudgeO
 
 
 class NamedVerifier(NamedTuple):
-    """A verifier of a configuration, and the settings that have it and its options."""
+    """A verifier of a configuration, the section that has it and its options, and the data sources of its rows."""
 
-    key: str
+    section: str
     name: str
-    options_key: str
     options: Mapping[str, JsonValue]
+    sources: Collection[str]
 
 
 class OtherVerifierConfig(Section):
@@ -156,20 +158,3 @@ class RewardConfig(Section):
         elif self.options and self.verifier in SHIPPED_VERIFIERS:
             raise ValueError(f"options: verifier={self.verifier} takes none")
         return self
-
-    @property
-    def all_verifiers(self) -> Iterator[NamedVerifier]:
-        yield NamedVerifier("reward.verifier", self.verifier, "reward.options", self.options)
-        for other in self.others:
-            place = f"reward.others.{other.name}"
-            yield NamedVerifier(place, other.verifier, f"{place}.options", other.options)
-
-    @property
-    def reads_messages(self) -> bool:
-        return bool(self.judges)
-
-    @property
-    def judges(self) -> dict[str, JudgeOptions]:
-        """The options of every judge, by their key."""
-        judges = (each for each in self.all_verifiers if each.name == "judge")
-        return {judge.options_key: JudgeOptions.model_validate(judge.options) for judge in judges}

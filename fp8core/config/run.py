@@ -18,7 +18,7 @@ from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
 from fp8core.config.parity import ParityConfig
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
-from fp8core.config.reward import PLACEHOLDER, RewardConfig
+from fp8core.config.reward import PLACEHOLDER, JudgeOptions, NamedVerifier, RewardConfig
 from fp8core.config.section import Section, UserPath, UserSource, choice_of
 from fp8core.config.shipped import ENGINES, OPTIMISERS, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS, TRACKERS, is_shipped
 from fp8core.config.steps import Feature
@@ -243,6 +243,23 @@ class RunConfig(Section):
         return {name: f"{data_key(name)}.verifier={path}" if (path := own.get(name)) else main for name in self.sources}
 
     @property
+    def verifiers(self) -> list[NamedVerifier]:
+        main, others = self.reward, self.reward.others
+        own = [source for source in self.listed_sources.values() if source.verifier is not None]
+        rest = self.sources.keys() - {source.name for source in own}
+        return [
+            NamedVerifier("reward", main.verifier, main.options, rest),
+            *(NamedVerifier(f"reward.others.{o.name}", o.verifier, o.options, self.sources) for o in others),
+            *(NamedVerifier(data_key(o.name), o.verifier or "", o.options, [o.name]) for o in own),
+        ]
+
+    @property
+    def judges(self) -> dict[str, JudgeOptions]:
+        """The options of every judge, by their key."""
+        judges = (each for each in self.verifiers if each.name == "judge")
+        return {f"{judge.section}.options": JudgeOptions.model_validate(judge.options) for judge in judges}
+
+    @property
     def data_title(self) -> str:
         """`chain`, or of a list `easy=a.jsonl, hard=b.jsonl`."""
         return ", ".join(f"{name}={data.source}" if name else data.source for name, data in self.sources.items())
@@ -270,7 +287,7 @@ class RunConfig(Section):
             "ahead": self.pipeline.mode != "synchronous",
             "scoring_pass": self.logprobs.source == "pass",
             "scoring_update": self.logprobs.source != "pass",
-            "judge": bool(self.reward.judges),
+            "judge": bool(self.judges),
         }
         return frozenset(feature for feature, present in features.items() if present)
 
@@ -369,8 +386,10 @@ def _episode_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _judge_problems(config: RunConfig) -> Iterator[str]:
-    known = {"question", "answer", "completion", *config.data.columns}
-    for key, judge in config.reward.judges.items():
+    sources = {f"{each.section}.options": each.sources for each in config.verifiers}
+    for key, judge in config.judges.items():
+        columns = [{*config.sources[name].columns} for name in sources[key]] or [set()]
+        known = {"question", "answer", "completion", *set.intersection(*columns)}
         for name in set(PLACEHOLDER.findall(judge.template)) - known:
             yield f"{key}.template: {{{name}}} is none of {', '.join(sorted(known))}; name the field in data.columns"
 
@@ -416,14 +435,14 @@ def own_code(config: RunConfig) -> dict[str, str]:
     code_paths = {f"pipeline.steps.{step.name}.uses": step.uses for step in config.pipeline.steps}
     own_paths = {key: path for key, path in code_paths.items() if not is_shipped(path)}
     choices = (
-        *((each.key, each.name, SHIPPED_VERIFIERS) for each in config.reward.all_verifiers),
+        *((f"{each.section}.verifier", each.name, SHIPPED_VERIFIERS) for each in config.verifiers),
         ("loss.policy", config.loss.policy, SHIPPED_LOSSES),
         ("rollout.engine", config.rollout.engine, ENGINES),
         ("training.optimiser.name", config.training.optimiser.name, OPTIMISERS),
         *((("environment.name", config.environment.name, SHIPPED_ENVIRONMENTS),) if config.environment else ()),
         *((f"tracking.services.{at}", path, TRACKERS) for at, path in enumerate(config.tracking.services)),
     )
-    for key, judge in config.reward.judges.items():
+    for key, judge in config.judges.items():
         own_paths[f"{key}.url"] = judge.url if judge.key_variable is None else f"{judge.url} with {judge.key_variable}"
     if config.cluster.address is not None:
         own_paths[CLUSTER] = config.cluster.address

@@ -40,19 +40,19 @@ _SAID_CHARACTERS = 150
 
 
 class Judge(ConcurrentVerifier):
-    """`key`: the setting that names it, and `options_key`: that of its options."""
+    """`section`: of the configuration, which has it and its options."""
 
-    def __init__(self, key: str, options_key: str, options: JudgeOptions, answers: Answers) -> None:
-        """Raises UserError: the key is not set, or the server does not answer; a replay asks nobody."""
-        super().__init__(f"{key}=judge")
+    def __init__(self, section: str, options: JudgeOptions, answers: Answers) -> None:
+        """Raises UserError: the key is not set, or the server does not answer. A replay sends no request."""
+        super().__init__(f"{section}.verifier=judge")
         self._options = options
-        self._options_key = options_key
+        self._section = section
         self._answers = answers
         self._pattern = re.compile(options.pattern)
         self._room = asyncio.Semaphore(options.concurrency)
         may_ask = not isinstance(answers, RecordedAnswers)
         variable = options.key_variable if may_ask else None
-        self._secret = None if variable is None else secret(variable, f"{options_key}.key_variable")
+        self._secret = None if variable is None else secret(variable, f"{section}.options.key_variable")
         headers = {} if self._secret is None else {"Authorization": f"Bearer {self._secret}"}
         limits = httpx.Limits(max_connections=options.concurrency)
         self._client = httpx.AsyncClient(base_url=options.url, headers=headers, limits=limits, timeout=None)
@@ -66,7 +66,7 @@ class Judge(ConcurrentVerifier):
                 self.close()
                 raise
 
-    def faults(self, answers: Sequence[tuple[str, str]]) -> list[str | None]:
+    def faults(self, answers: Sequence[tuple[str, str]], source: str = "") -> list[str | None]:
         return [None] * len(answers)
 
     def describe(self) -> dict[str, JsonValue]:
@@ -186,10 +186,12 @@ class Judge(ConcurrentVerifier):
 
     def _cure(self, response: httpx.Response) -> str:
         if response.status_code == httpx.codes.NOT_FOUND:
-            return f"set {self._options_key}.url to the part before /chat/completions, and model to one that it serves"
+            return (
+                f"set {self._section}.options.url to the part before /chat/completions, and model to one that it serves"
+            )
         variable = self._options.key_variable
         if variable is None:
-            return f"name the variable with its key in {self._options_key}.key_variable"
+            return f"name the variable with its key in {self._section}.options.key_variable"
         return f"set {variable} to a key that it takes"
 
 

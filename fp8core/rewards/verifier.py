@@ -19,7 +19,7 @@ from fp8core.rewards.scorer import RIGHT, Scorer, ScoreRequest, SideScore, Verdi
 from fp8core.store.answers import Answers
 
 MARKER = "#"
-_IN_PROCESS = ("chain", "integer", "format")
+_IN_PROCESS = ("chain", "integer", "format", "judge")
 _NUMBER = re.compile(r"[0-9]{1,3}")
 
 
@@ -319,7 +319,7 @@ def _one_verifier(config: RewardConfig, section: str, answers: Answers) -> Verif
         # Its library takes as long to import as most verifiers together.
         from fp8core.rewards.judge import Judge
 
-        return Judge(key, f"{section}.options", JudgeOptions.model_validate(config.options), answers)
+        return Judge(section, JudgeOptions.model_validate(config.options), answers)
     if config.verifier == "math-verify" and find_spec("math_verify") is None:
         raise UserError(f"{key}=math-verify: it is not installed (pip install 'fp8-grpo[math]')")
     limits = Limits(config.timeout_seconds, config.memory_mb)

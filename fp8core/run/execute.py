@@ -19,8 +19,8 @@ from fp8core.config.step_graph import PlannedStep
 from fp8core.config.steps import import_step
 from fp8core.errors import NotRecordedError, UserError, described_error, printable
 from fp8core.run.context import RunContext, StepContext
-from fp8core.run.judgements import stored_judgements
 from fp8core.run.policy import SyncError
+from fp8core.run.rollouts import stored_judgements
 from fp8core.store.artifacts import Ref, contents
 from fp8core.store.json_text import canonical_json
 from fp8core.store.layout import manifest_place

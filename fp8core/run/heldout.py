@@ -18,13 +18,14 @@ from fp8core.rewards.scorer import OUTCOMES, Key
 from fp8core.rollout.engine import Completion, RolloutEngine
 from fp8core.rollout.episodes import EpisodePlayer
 from fp8core.run.context import StepContext
-from fp8core.run.judgements import judgement_table, recall_judgements
 from fp8core.run.rollouts import (
     check_outcomes,
     ends_of,
     groups_of,
+    judgement_table,
     pool_of,
     prompt_table,
+    recall_judgements,
     row_tables,
     tell_failures,
     turn_records,

@@ -14,17 +14,17 @@ from fp8core.environments.pool import Pool, RecordedPool
 from fp8core.environments.protocol import TurnRecord
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.rewards.scorer import Key, ScoreRequest, Verdict, VerdictOutcome
+from fp8core.rewards.scorer import Judgement, Key, ScoreRequest, Verdict, VerdictOutcome
 from fp8core.rewards.verifier import Verifier, reward_of
 from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, sample_seed
 from fp8core.rollout.registry import longest_row
 from fp8core.run.context import RunContext, StepContext
-from fp8core.run.judgements import judgement_table, recall_judgements
 from fp8core.store.tables import (
     COLUMNS,
     COMPLETION_KEY,
     EXPERTS,
+    JUDGEMENTS,
     MESSAGES,
     PROMPTS,
     REWARDS,
@@ -221,6 +221,26 @@ def reward_tables(
     columns = [pa.field(name, pa.float64()) for name in (rows[0] if rows else {}) if name.startswith(SCORE)]
     schema = pa.schema([*REWARDS, *columns, *([SOURCE] if sources else [])])
     return pa.Table.from_pylist(rows, schema=schema), judgement_table(run.config, verdicts)
+
+
+def judgement_table(config: RunConfig, verdicts: Sequence[Verdict]) -> pa.Table | None:
+    """None without a judge. Equal requests have one reply."""
+    if "judge" not in config.features:
+        return None
+    rows = {each.request: each._asdict() for verdict in verdicts for each in verdict.judgements}
+    return pa.Table.from_pylist([rows[request] for request in sorted(rows)], schema=JUDGEMENTS)
+
+
+def stored_judgements(run: StepContext, index: int) -> list[Judgement]:
+    """Those of a step that was made already, here or in the run that is replayed."""
+    refs = [ref for ref in (run.replayed or run.ledger).artifacts(index).values() if ref.kind == "judgements"]
+    # Requests of damaged ones are made again.
+    tables = [run.store.get_table(ref) for ref in refs if run.replayed is not None or run.store.is_intact(ref)]
+    return [Judgement(**row) for table in tables for row in table.to_pylist()]
+
+
+def recall_judgements(run: StepContext, index: int) -> None:
+    run.answers.recall(stored_judgements(run, index))
 
 
 def begin_verdicts(run: StepContext, index: int, ends: Sequence[ScoreRequest | Verdict]) -> None:

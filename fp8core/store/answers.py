@@ -50,7 +50,7 @@ class Answers:
 
 
 class RecordedAnswers(Answers):
-    """Of a replay, which asks nobody."""
+    """Of a replay, which sends no request."""
 
     def find(self, request: str) -> Judgement:
         if (judgement := super().find(request)) is None:
@@ -74,7 +74,7 @@ class AnswerLog(Answers):
         except OSError as error:
             raise durable.unwritable(path, error) from error
         for line in lines:
-            # What cannot be read was not answered.
+            # A line that cannot be read counts as no answer.
             with suppress(ValueError, TypeError):
                 super().add(Judgement(*json.loads(line)))
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fp8core.config.reward import RewardConfig
+from fp8core.config.load import load_config
+from fp8core.config.reward import PLACEHOLDER, RewardConfig
 from fp8core.rewards.verifier import ScoreRequest, build_verifier
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,6 +31,13 @@ def test_the_example_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         pool.close()
     assert [verdict.outcome for verdict in verdicts] == ["right", "wrong", "unparsed"]
+
+
+def test_the_settings_of_a_judge_are_read() -> None:
+    settings = yaml.safe_load(PAGE.split("```yaml\n")[2].split("```")[0])
+    (judge,) = load_config("tiny", settings).judges.values()
+    assert {*PLACEHOLDER.findall(judge.template)} == {"question", "answer", "completion"}
+    assert (judge.least_right, judge.key_variable) == (8, "JUDGE_KEY")
 
 
 def test_limits_and_defaults_are_those_of_the_configuration() -> None:

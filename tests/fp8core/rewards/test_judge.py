@@ -37,7 +37,7 @@ def asked(server, completions, finish="stop", **more):
     with closing(build_verifier(config)) as verifier:
         messages = json.dumps([["system", "Be brief."], ["user", "1 + 1?"]])
         return verifier.verify(
-            [ScoreRequest("<p>", text, "2", finish, '{"unit": "kg"}', messages) for text in completions]
+            [ScoreRequest("<p>", text, "2", finish, '{"unit": "kg"}', "", messages) for text in completions]
         )
 
 
@@ -108,7 +108,9 @@ def test_a_server_that_refuses_all_is_one_line_without_the_key(server, monkeypat
         asked(server, ["x"])
     with pytest.raises(UserError, match=r"HTTP 404: .*; set reward.options.url to the part before /chat/completions"):
         asked(server, ["x"], url=f"{server.url}/v2")
-    with pytest.raises(UserError, match=r"^reward.verifier=judge: http://no.invalid/v1 does not answer: ConnectError: "):
+    with pytest.raises(
+        UserError, match=r"^reward.verifier=judge: http://no.invalid/v1 does not answer: ConnectError: "
+    ):
         asked(server, ["x"], url="http://no.invalid/v1")
     for value, problem in (("", "is not set"), (f"{KEY}\u00e9", "holds what no key has")):
         monkeypatch.setenv("JUDGE_KEY", value)
@@ -139,7 +141,9 @@ def test_options_that_cannot_be_meant(changes, message):
 def test_a_template_names_columns_and_a_stored_url_needs_trust():
     settings = {"url": "http://h/v1", "model": "m", "template": "{completion} {unit}", "key_variable": "JUDGE_KEY"}
     other = {"name": "taste", "verifier": "judge", "options": settings}
-    with pytest.raises(UserError, match=r"reward.others.taste.options.template: \{unit\} is none of answer, completion"):
+    with pytest.raises(
+        UserError, match=r"reward.others.taste.options.template: \{unit\} is none of answer, completion"
+    ):
         load_config("tiny", {"reward.others": [other]})
     other["options"]["template"] = "{completion}"
     assert own_code(load_config("tiny", {"reward.others": [other]})) == {

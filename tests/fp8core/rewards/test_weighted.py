@@ -66,7 +66,7 @@ def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_ver
     with pytest.raises(UserError, match=r"others: mine: no answer could be checked: own.py:4: ZeroDivisionError"):
         verdicts({"others": failing[1:]}, "#3", "a#3")
     config = load_config("tiny", {"reward.others": [other]})
-    assert own_code(config) == {"reward.others.vowels": other["verifier"]}
+    assert own_code(config) == {"reward.others.vowels.verifier": other["verifier"]}
 
 
 def test_a_mistake_in_another_verifier_names_its_own_setting():

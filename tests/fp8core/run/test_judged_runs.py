@@ -25,23 +25,30 @@ def reward(server, **more):
     return {"verifier": "judge", "options": options}
 
 
-def beside(server):
-    return {"verifier": "chain", "others": [{"name": "taste", "weight": 0.5, **reward(server)}]}
+def settings(server, place):
+    match place:
+        case "main":
+            return {"reward": reward(server)}
+        case "beside":
+            return {"reward": {"verifier": "chain", "others": [{"name": "taste", "weight": 0.5, **reward(server)}]}}
+    return {"data": [{"name": "open", "source": "chain", **reward(server)}, {"name": "closed", "source": "chain"}]}
 
 
 @pytest.mark.parametrize(
-    ("mode", "others"), [("synchronous", False), ("one_step_off", True), ("asynchronous", True)], ids=str
+    ("mode", "place"), [("synchronous", "main"), ("one_step_off", "source"), ("asynchronous", "beside")], ids=str
 )
-def test_a_replay_asks_nobody_and_no_file_has_the_key(loop_run, server, monkeypatch, mode, others):
-    run = loop_run("judged", steps=2, reward=(beside if others else reward)(server), **{"pipeline.mode": mode})
+def test_a_replay_asks_nobody_and_no_file_has_the_key(loop_run, server, monkeypatch, mode, place):
+    run = loop_run("judged", steps=2, **settings(server, place), **{"pipeline.mode": mode})
     assert run.metric("alignment/token_mult_prob_error") == {1: 1.0, 2: 1.0}
     rewards = run.store.get_table(run.ledger.artifacts(2)["rewards"]).to_pylist()
     judgements = run.store.get_table(run.ledger.artifacts(2)["judgements"]).to_pylist()
-    scores = [row["score_taste" if others else "reward"] for row in rewards]
+    scores = [row.get("score_taste", row["score"]) for row in rewards if row.get("source") != "closed"]
     assert len({*scores}) > 2
     assert {*scores} - {0.0} == {row["score"] for row in judgements} - {0.0}
     described = run.records[2]["executed"]["reward"]
-    assert (described["others"]["taste"] if others else described)["url"] == server.url
+    for part in {"main": [], "beside": ["others", "taste"], "source": ["sources", "open"]}[place]:
+        described = described[part]
+    assert described == {"verifier": "judge", "url": server.url, "model": "m"}
     assert not any(KEY.encode() in path.read_bytes() for path in run.folder.rglob("*") if path.is_file())
     # Those of steps that were generated ahead.
     assert (run.folder / ANSWERS).exists() == (mode != "synchronous")
@@ -82,8 +89,8 @@ def test_a_server_that_fails_in_mid_run_stops_it_with_one_line(loop_run, server,
     server.reply = lambda text, before: 500 if "?" in text else "x"
     with pytest.raises(UserError, match=r"step 2, task reward: reward.verifier=judge: \d+ of \d+ .* HTTP 500: refused"):
         run.resume(steps=2)
+    server.reply = lambda text, before: 500
     with pytest.raises(UserError, match=r"^reward.verifier=judge: .* does not answer: HTTP 500"):
-        server.reply = lambda text, before: 500
         run.resume(steps=2)
 
 
