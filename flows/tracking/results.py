@@ -84,9 +84,13 @@ def _log(
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """MLflow key -> value: `fp8/pass_at_1`, its `_low` and `_high`, and `fp8_minus_bf16/...`; MLflow allows no `@`."""
+    """MLflow key -> value: `fp8/pass_at_1`, its `_low` and `_high`, `fp8/SOURCE/...`, and `fp8_minus_bf16/...`.
+
+    MLflow allows no `@`."""
     first = next(iter(result.precisions))
     estimates = {name: measurement.estimates for name, measurement in result.precisions.items()}
+    for name, measurement in result.precisions.items():
+        estimates |= {f"{name}/{source}": by for source, by in measurement.sources.items()}
     estimates |= {f"{name}_minus_{first}": by for name, by in result.differences.items()}
     values: dict[str, float] = {}
     for name, estimate in estimates.items():

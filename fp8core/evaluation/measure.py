@@ -8,7 +8,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from statistics import NormalDist, fmean
@@ -102,12 +102,16 @@ class PromptScore:
 
 @dataclass(frozen=True)
 class Measurement:
-    """An evaluation in one precision: means over prompts by name (`pass@1`), and samples by outcome."""
+    """An evaluation in one precision: means over prompts by name (`pass@1`), and samples by outcome.
+
+    `sources`: the means of each source, where the data is a list of several.
+    """
 
     estimates: dict[str, Estimate]
     outcomes: dict[str, int]
     length_mean: float
     prompts: list[PromptScore]
+    sources: dict[str, dict[str, Estimate]] = field(default_factory=dict)
 
 
 def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) -> PromptScore:
@@ -127,14 +131,22 @@ def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) 
     return PromptScore(prompt_id, {name: outcomes[name] for name in OUTCOMES if outcomes[name]}, values_by_name)
 
 
-def measure(scores: Sequence[PromptScore], lengths: Sequence[int], seed: int) -> Measurement:
+def measure(
+    scores: Sequence[PromptScore], lengths: Sequence[int], seed: int, sources: Sequence[str] = ()
+) -> Measurement:
+    """`sources`: of each score the name of its source, where the data is a list of several."""
     outcomes: dict[str, int] = {name: sum(score.outcomes.get(name, 0) for score in scores) for name in OUTCOMES}
+    by_source = {name: [scores[i] for i, each in enumerate(sources) if each == name] for name in sorted({*sources})}
+    estimates = {name: _estimates(some, seed) for name, some in by_source.items()}
+    return Measurement(_estimates(scores, seed), outcomes, fmean(lengths), list(scores), estimates)
+
+
+def _estimates(scores: Sequence[PromptScore], seed: int) -> dict[str, Estimate]:
     values = {name: [score.measured[name] for score in scores] for name in scores[0].measured}
     # All estimates have one kind of interval: pass@2 has no lower bound below that of pass@1.
     whole = {value for each in values.values() for value in each} <= {0.0, 1.0}
     estimate: Callable[..., Estimate] = score_estimate if whole else partial(resampled_estimate, ends=(0.0, 1.0))
-    estimates = {name: estimate(each, seed=seed) for name, each in values.items()}
-    return Measurement(estimates, outcomes, fmean(lengths), list(scores))
+    return {name: estimate(each, seed=seed) for name, each in values.items()}
 
 
 def paired_differences(base: Measurement, other: Measurement, seed: int) -> dict[str, Estimate]:

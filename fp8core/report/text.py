@@ -32,7 +32,14 @@ def _evaluation_rows(result: EvaluationResult) -> list[list[Sequence[str]]]:
     logprobs = {name: [f"{value:.3f}"] for name, value in result.answer_logprobs.items()}
     estimates = [
         ("precision", *names),
-        *((name, *_cells(measurement.estimates, names, "")) for name, measurement in result.precisions.items()),
+        *(
+            (name, *_cells(estimates, names, ""))
+            for precision, measurement in result.precisions.items()
+            for name, estimates in (
+                (precision, measurement.estimates),
+                *((f"{precision}, {source}", by) for source, by in measurement.sources.items()),
+            )
+        ),
         *((f"{name} - {first}", *_cells(by, names, "+")) for name, by in result.differences.items()),
     ]
     outcomes = [

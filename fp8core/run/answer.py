@@ -113,4 +113,5 @@ def _measurement(questions: Questions, completions: list[Completion], verdicts: 
         score_prompt(problem.prompt_id, by_prompt[index], questions.k)
         for index, problem in enumerate(questions.problems)
     ]
-    return measure(scores, [completion.length for completion in completions], questions.seed)
+    sources = [problem.source for problem in questions.problems if problem.source]
+    return measure(scores, [completion.length for completion in completions], questions.seed, sources)

@@ -17,6 +17,7 @@ from prefect.settings import PREFECT_API_URL
 from waiting import wait_for
 
 from fp8_grpo import UserError, train
+from fp8core.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = (ROOT / "docs" / "start" / "notebook.md").read_text().split("```python\n")[1].split("```")[0]
@@ -93,3 +94,21 @@ def test_a_mistake_is_one_line(
         train(**{"warm_start": None} | arguments)
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+
+
+def last_character(completion: str, answer: str, unit: str, length: int = 1) -> bool:
+    return completion[-length:] == answer[-length:]
+
+
+def test_each_source_has_its_rows_and_its_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8_grpo._trained", lambda folder, arguments: arguments)
+    monkeypatch.chdir(tmp_path)
+    data = [{"name": "easy"}, {"name": "hard", "weight": 2}, {"name": "odd"}]
+    rows = {"hard": [{"question": "1+1=", "answer": "2", "unit": "m"}], "odd": "odd.jsonl"}
+    command, base, *words = train(data=data, reward={"hard": last_character}, dataset=rows, warm_start=None)
+    config = load_config(base, words[1::2])
+    easy, hard, odd = config.sources.values()
+    assert (easy.source, odd.source, command) == ("chain", "odd.jsonl", "run")
+    assert Path(hard.source).read_text() == '{"question": "1+1=", "answer": "2", "unit": "m"}\n'
+    assert config.verifier_settings["hard"] == f"data.hard.verifier={__file__}:last_character"
+    assert (hard.columns, easy.columns, config.verifier_settings["odd"]) == (["unit"], [], "reward.verifier=chain")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flows.evaluation import EvaluationRequest, check_readable
 from fp8core.config.load import load_config
 from fp8core.config.run import own_code
 from fp8core.data.mixed import MixedSource
@@ -153,3 +154,19 @@ def test_a_mistake_is_refused_with_its_key(data, more, said: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config("tiny", {"data": data, **more})
     assert str(caught.value).startswith(said)
+
+
+def test_an_evaluation_of_a_file_names_the_source_whose_prompts_it_has(small_checkpoint: Path, tmp_path: Path) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl", ["1+1="], "none")
+    (tmp_path / "mine.yaml").write_text(
+        f"base: gsm8k\nname: mine\ndata: [{{name: a, source: {rows}}}, {{name: b, source: x.jsonl, verifier: chain}}]\n"
+    )
+
+    def check(data: str) -> None:
+        check_readable(EvaluationRequest(str(small_checkpoint), config=str(tmp_path / "mine.yaml"), data=data))
+
+    with pytest.raises(UserError, match=r"data=.*: the run has a list of sources \(a, b\); give NAME=FILE"):
+        check(rows)
+    for name, setting in (("a", "integer"), ("b", "chain")):
+        with pytest.raises(UserError, match=rf"rows\.jsonl:1: reward\.verifier={setting}: the reference of"):
+            check(f"{name}={rows}")

@@ -75,6 +75,15 @@ def test_a_curve_has_the_steps_at_which_its_metric_was_measured_and_equality_is_
     assert list(curve_chart(section_metrics("scales")[1], [("a", scales)]).series[0].y) == [2.0]
 
 
+def test_sources_share_a_chart_with_a_line_each() -> None:
+    history = [{"step": 1, "reward/source/b": 0.5}, {"step": 2, "reward/source/b": 0.25, "reward/source/a": 1.0}]
+    (metric,) = (each for each in section_metrics("signals") if each.name == "reward/source/*")
+    lines = [(one.label, list(one.x), list(one.y), one.style) for one in curve_chart(metric, [("r", history)]).series]
+    assert lines == [("a", [2], [1.0], 0), ("b", [1, 2], [0.5, 0.25], 1)]
+    labels = [one.label for one in curve_chart(metric, [("r", history), ("q", history[:1])]).series]
+    assert labels == ["r: a", "r: b", "q: b"]
+
+
 def test_metrics_of_verifiers_environments_and_own_steps_are_drawn_by_name() -> None:
     history = [
         {"step": 1, "reward/mean": 0.5, "reward/form": 0.5, "tone/polite": 0.25},

@@ -31,7 +31,7 @@ def graph() -> StepGraph:
 
 def test_an_evaluation_says_every_estimate_difference_and_outcome():
     first, second = (
-        measure([score_prompt(f"p{i}", each, (1, 2)) for i, each in enumerate(prompts)], [3, 4, 5, 6], 0)
+        measure([score_prompt(f"p{i}", each, (1, 2)) for i, each in enumerate(prompts)], [3, 4, 5, 6], 0, ["a", "b"])
         for prompts in (
             [[RIGHT, RIGHT], [wrong("answer 1"), RIGHT]],
             [[RIGHT, wrong("answer 2")], [wrong("answer 1"), scorer_crash("oops")]],
@@ -46,6 +46,7 @@ def test_an_evaluation_says_every_estimate_difference_and_outcome():
     rows = {line[:10].strip(): line.split() for line in evaluation_text(result).splitlines()}
     assert {"0.7500", "[0.2500,", "1.0000]"} <= set(evaluation_text(result).split())
     assert rows["fp8 - bf16"][3:6] == ["-0.5000", "[-0.8750,", "+0.6250]"], "two prompts say little"
+    assert (rows["bf16, a"][2], rows["bf16, b"][2]) == ("1.0000", "0.5000"), "each source has a prompt"
     assert rows["fp8"] == ["fp8", "1", "2", "0", "0", "1", "4.5"]
 
 
