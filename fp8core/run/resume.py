@@ -185,7 +185,8 @@ def _versions_of(stream: pa.Table) -> list[int]:
 
 def _tell_changes(run: RunContext, last: int, before: StepRecord) -> None:
     now: dict[str, JsonValue] = {"environment": {**run.environment_description}, "reward": run.verifier.describe()}
-    settings = {"environment": "environment.name", "reward": "reward.verifier"}
+    verifiers = dict.fromkeys(setting.partition("=")[0] for setting in run.config.verifier_settings.values())
+    settings = {"environment": "environment.name", "reward": ", ".join(verifiers)}
     for part, description in now.items():
         if before.executed.get(part, {}) != description:
             run.console.note(f"{settings[part]}: its code or libraries are others than at step {last}")
