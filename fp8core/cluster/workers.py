@@ -354,6 +354,10 @@ class RankedTrainer:
             self._workers.call_all(self._workers.ranks, "call_with_part", self._key, "logprobs_of", key, *shared)[0],
         )
 
+    def mix(self, policy: "RankedTrainer", share: float) -> None:
+        self._workers.call_all(self._workers.ranks, "call_with_part", self._key, "mix", policy._key, share)
+        self.version = policy.version
+
     def _common_report(self, reports: Sequence[TrainReport]) -> TrainReport:
         report = reports[0]
         common_value(

@@ -52,6 +52,13 @@ class LogprobsConfig(Section):
     audit_share: float = Field(1 / 16, gt=0, le=1, description="Of source=rollout: share that the trainer scores too.")
 
 
+class ReferenceConfig(Section):
+    """A reference policy that follows: every so many steps it becomes (1 - mix) * itself + mix * the policy."""
+
+    every: int = Field(ge=1, le=10_000_000, description="GRPO steps from one mix to the next.")
+    mix: float = Field(0.6, gt=0, le=1, description="Share of the policy's weights; 1 replaces the reference.")
+
+
 class LossConfig(Section):
     """The objective of the GRPO family; the default is GRPO with DAPO's asymmetric clip and token mean."""
 
@@ -69,6 +76,7 @@ class LossConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "leave_one_out"] = Field("grpo", description="Advantage estimator.")
     advantage_epsilon: float = Field(1e-4, gt=0, le=1, description="Added to the standard deviation of rewards.")
     reference_kl: float = Field(0.0, ge=0, le=100, description="Penalty weight; needs the step `reference`.")
+    reference: ReferenceConfig | None = Field(None, description="The reference follows the policy; null: it is frozen.")
     entropy: float = Field(0.0, ge=0, le=100, description="Weight of the entropy bonus, at each written token.")
     distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="From a teacher.")
 

@@ -25,7 +25,7 @@ class StepConfig(Section):
     when: Feature | None = Field(
         None,
         description="Only with an environment, a synchronous mode, generation ahead of the update, log-probs of a pass "
-        "or of the update; null: always.",
+        "or of the update, a reference that follows; null: always.",
     )
 
     def inputs(self) -> dict[str, str | None]:

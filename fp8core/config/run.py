@@ -288,6 +288,7 @@ class RunConfig(Section):
             "scoring_pass": self.logprobs.source == "pass",
             "scoring_update": self.logprobs.source != "pass",
             "judge": bool(self.judges),
+            "mixed_reference": self.loss.reference is not None,
         }
         return frozenset(feature for feature, present in features.items() if present)
 
@@ -358,6 +359,8 @@ def _update_problems(config: RunConfig) -> Iterator[str]:
             f"logprobs.source={source}: of training.minibatches={training.minibatches} updates only the first starts "
             "from the policy that the log-probs are of; set it to pass, or to rollout where both sides are equal"
         )
+    if loss.reference is not None and loss.reference.mix < 1 and training.lora is not None:
+        yield f"loss.reference.mix={loss.reference.mix} with training.lora: adapters do not mix; set it to 1"
     if (schedule := training.learning_rate_schedule).kind != "constant":
         over = schedule.over_steps or config.steps
         place = f"training.learning_rate_schedule: kind={schedule.kind} over {over} steps"

@@ -15,7 +15,7 @@ class NoOptions(Section):
     """The options of a step, or of a loss, that has none."""
 
 
-Feature = Literal["environment", "synchronous", "ahead", "scoring_pass", "scoring_update", "judge"]
+Feature = Literal["environment", "synchronous", "ahead", "scoring_pass", "scoring_update", "judge", "mixed_reference"]
 """What a configuration has (`RunConfig.features`), as far as steps and their ports depend on it."""
 
 
@@ -30,7 +30,7 @@ class StepSpec:
     Attributes:
         inputs_where, outputs_where: feature -> further ports, of configurations that have the feature. Such an input
             is required, and reads the artifact of its own name where `needs` names no other one.
-        carries: artifact of the next iteration -> the output port that becomes it.
+        carries: artifact of the next iteration -> the output port that becomes it, where there is this port.
     """
 
     name: str
@@ -53,7 +53,8 @@ class StepSpec:
             {**ports, **{port: kind for one, more in where.items() if one in features for port, kind in more.items()}}
             for ports, where in ((self.inputs, self.inputs_where), (self.outputs, self.outputs_where))
         )
-        return replace(self, inputs=inputs, outputs=outputs, inputs_where={}, outputs_where={})
+        carries = {artifact: port for artifact, port in self.carries.items() if port in outputs}
+        return replace(self, inputs=inputs, outputs=outputs, inputs_where={}, outputs_where={}, carries=carries)
 
     @property
     def input_kinds(self) -> dict[str, str]:

@@ -167,8 +167,10 @@ def _checkpoint(config: RunConfig, arch: Architecture) -> CheckpointSpace:
     """Masters and moments, however many GPUs share them, and the policy in BF16."""
     memory = trainer_of(config.training).memory(config.training)
     state = host_state(config, arch) if memory is None else memory.state(config, arch, Parallel())
-    checkpoint_bytes = sum(need.bytes for need in state if need.item in (MASTER_WEIGHTS, MOMENTS))
-    size = checkpoint_bytes + count_parameters(arch).total * BF16_BYTES
+    masters, moments = (sum(need.bytes for need in state if need.item == item) for item in (MASTER_WEIGHTS, MOMENTS))
+    weights = masters + count_parameters(arch).total * BF16_BYTES
+    # A reference that follows is stored beside the policy, without moments.
+    size = moments + weights * (1 if config.loss.reference is None else 2)
     return CheckpointSpace(size, config.checkpoint.every, config.checkpoint.keep + 1)
 
 

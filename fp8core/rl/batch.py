@@ -91,7 +91,7 @@ class RolloutBatch:
         rollout_logprobs: FP32, under the policy that sampled.
         old_logprobs: FP32, under the trainer's policy at the start of the step, or of tokens in `stale_mask` under
             the policy that wrote them; None for those of the one update's forward.
-        reference_logprobs: FP32 under the frozen reference policy, or None.
+        reference_logprobs: FP32 under the reference policy, or None.
         advantages: FP32 [B].
         row_mask: bool [B], rows that may be in the loss.
         centred_rewards: FP32 [B], rewards minus the mean of their prompt group; None where rewards are not known.

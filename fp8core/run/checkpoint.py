@@ -11,6 +11,7 @@ from fp8core.durable import folder_digest, partial_folder, remove_folder, sync_p
 from fp8core.errors import StoredFileError, UserError
 from fp8core.run.context import RunContext, gc_freeze
 from fp8core.run.policy import initial_trainer
+from fp8core.run.reference import check_reference, load_reference, reset_reference, save_reference
 from fp8core.store.gc import kept_steps
 from fp8core.store.layout import POLICY, checkpoint_place
 from fp8core.store.ledger import START, CheckpointEntry
@@ -48,6 +49,7 @@ def save_state(run: RunContext, index: int) -> None:
         partial.mkdir()
         trainer.save(partial)
         trainer.save_policy(partial / POLICY, run.tokenizer)
+        save_reference(run.workers.reference, partial, run.tokenizer)
         for path in partial.rglob("*"):
             sync_path(path)
         sync_path(partial)
@@ -77,6 +79,7 @@ def load_state(run: RunContext, version: int) -> None:
         return
     run.trainer.close()
     run.workers.trainer = None  # There may be no room for two.
+    reset_reference(run)
     gc.unfreeze()
     gc.collect()
     run.workers.trainer = initial_trainer(run)
@@ -93,7 +96,9 @@ def _load(run: RunContext, entry: CheckpointEntry, folder: Path) -> str | None:
         if digest != entry.digest:
             return f"the checkpoint is damaged: digest {digest}, the ledger says {entry.digest}"
         check_checkpoint(folder, entry.step, entry.weights_digest)
+        check_reference(run.directory.ledger, run.store, entry.step, folder)
         run.trainer.load(folder)
+        load_reference(run, folder)
     except OSError as error:
         return f"the checkpoint cannot be read: {error.strerror}"
     except StoredFileError as error:

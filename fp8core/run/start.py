@@ -57,7 +57,10 @@ def warm_start(run: RunContext) -> TaskResult:
         if run.config.warm_start is not None:
             outputs["weights"], weights = shared_weights(run, run.config.warm_start)
         digest = masters_digest(weights, _digest_device(run.config.training))
-        return {"policy": store.put_json("policy", {"version": 0, "weights_digest": digest}), **outputs}
+        first = {"version": START, "weights_digest": digest}
+        if run.config.loss.reference is not None:
+            outputs["reference_policy"] = store.put_json("reference_policy", first)
+        return {"policy": store.put_json("policy", first), **outputs}
 
     return run_start_task(run, "warm_start", {"revision": run.model_revision}, body)
 

@@ -13,10 +13,11 @@ from pydantic import JsonValue
 from fp8core.config.load import config_digest_at
 from fp8core.durable import Report, file_digest, folder_digest
 from fp8core.errors import StoredFileError, UserError
+from fp8core.run.reference import check_reference
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, contents
 from fp8core.store.diff import content_differences
 from fp8core.store.json_text import canonical_json, parse_json, value_differences, value_text
-from fp8core.store.layout import LEDGER
+from fp8core.store.layout import LEDGER, REFERENCE
 from fp8core.store.ledger import START, CheckpointEntry, RedoEntry, StepEntry, TaskEntry, weights_of
 from fp8core.store.manifest import StepManifest, StepRecord, record_digest
 from fp8core.store.run_view import Commit, Finding, RunView, spans
@@ -193,6 +194,9 @@ def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
             elif digest is not None:
                 check_checkpoint(folder, step, entry.weights_digest)
                 check_weights(folder, entry.weights_digest)
+                reference = check_reference(view.ledger, ArtifactStore(view.folder), step, folder)
+                if reference is not None:
+                    check_weights(folder / REFERENCE, reference)
         except (OSError, UserError) as error:
             if folder.is_dir():
                 yield Finding("error", entry.uri, str(error).removeprefix(f"{folder}/"), step=step)

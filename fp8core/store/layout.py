@@ -18,6 +18,8 @@ FOLDERS: Final = (ARTIFACTS, MANIFESTS, SHARDS, CHECKPOINTS)
 
 POLICY: Final = "policy"
 """Folder within a checkpoint: the policy in the layout of Hugging Face."""
+REFERENCE: Final = "reference"
+"""Folder within a checkpoint: a reference policy that has been mixed, as the trainer's own state."""
 
 
 def manifest_place(step: int) -> str:

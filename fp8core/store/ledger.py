@@ -299,7 +299,9 @@ class StartTask(NamedTuple):
 
 
 START_TASKS: Final[Mapping[str, StartTask]] = {
-    "warm_start": StartTask("warm_start", {"policy": "policy", "weights": "weights"}),
+    "warm_start": StartTask(
+        "warm_start", {"policy": "policy", "reference_policy": "reference_policy", "weights": "weights"}
+    ),
     "calibrate": StartTask("first_scales", {"scales": "scales"}),
     "evaluate": StartTask(
         "first_evaluation", {"evaluation": "evaluation", "heldout_turns": "turns", "heldout_judgements": "judgements"}
@@ -309,7 +311,12 @@ START_TASKS: Final[Mapping[str, StartTask]] = {
 }
 """Name in the ledger -> task, in the order in which they run; not every run has the last two."""
 
-CARRIED_FROM: Final[Mapping[str, str]] = {"policy": "warm_start", "scales": "calibrate", "stream": "stream"}
+CARRIED_FROM: Final[Mapping[str, str]] = {
+    "policy": "warm_start",
+    "reference_policy": "warm_start",
+    "scales": "calibrate",
+    "stream": "stream",
+}
 """Artifact that an iteration may start from -> the task of step 0 that makes the first one."""
 CARRIED_KINDS: Final[Mapping[str, str]] = {
     artifact: START_TASKS[task].outputs[artifact] for artifact, task in CARRIED_FROM.items()

@@ -167,6 +167,9 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         weights = self._policy.weights()
         return [tile.cut(weights[tile.name]) for tile in tiles]
 
+    def _trainable(self) -> Mapping[str, Tensor]:
+        return self._policy.trainable
+
     def _changed(self) -> None:
         self._prepared_weights = {}
         self._policy.changed()

@@ -197,7 +197,7 @@ class LocalTrainer(Trainer, Protocol):
 
 @runtime_checkable
 class ScoringTrainer(Protocol):
-    """A trainer whose update scores its rows, and which scores under older policies."""
+    """A trainer whose update scores its rows, and which scores under older policies and mixes."""
 
     def scored_step(
         self, batch: RolloutBatch, temperature: float, scales: Scales
@@ -210,6 +210,10 @@ class ScoringTrainer(Protocol):
     def forget(self, policy: Any) -> None: ...
 
     def logprobs_of(self, policy: Any, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch: ...
+
+    def mix(self, policy: Any, share: float) -> None:
+        """Become (1 - share) * itself + share * the policy of an equal trainer, of its version; `step` is over."""
+        ...
 
 
 class SftTrainer(Protocol):

@@ -231,6 +231,12 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def _drop_engine_weights(self) -> None:
         self._decoder.drop_weights()
 
+    def _trainable(self) -> Mapping[str, Tensor]:
+        return self._masters.trainable()
+
+    def _changed(self) -> None:
+        self._decoder.drop_weights()
+
     def _training_weights(self) -> Tensor:
         if self._optimiser.updates == 0:
             # Beside weights or gradients, moments would keep whole segments of theirs in torch's cache for good.
@@ -275,7 +281,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     def save(self, folder: Path) -> None:
         """The files do not depend on the number of ranks, each of which writes its rows."""
-        moments = self._optimiser.moments()
+        # A reference never learns, and its moments would take twice the memory of its weights.
+        moments = self._optimiser.moments() if self._updates else {}
         form = STORED_DTYPES[self._config.optimiser.state]
         shapes = self._masters.learnt_shapes
         digest = self.digest()
@@ -302,12 +309,13 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     def load(self, folder: Path) -> None:
         shapes = self._masters.learnt_shapes
-        wanted = {name: shapes[name.partition("/")[2]] for name in self._optimiser.moments()}
-        own = {MASTERS: self._masters.trainable(), OPTIMISER: self._optimiser.moments()}
 
         def read() -> SavedState:
             state = read_state(folder)
             check_base(folder, self._masters.base, state)
+            moments = self._optimiser.moments() if state.updates else {}
+            wanted = {name: shapes[name.partition("/")[2]] for name in moments}
+            own = {MASTERS: self._masters.trainable(), OPTIMISER: moments}
             files = {name: header_of(folder / name, each) for name, each in ((MASTERS, shapes), (OPTIMISER, wanted))}
             for file, stored in files.items():
                 for name, start, tensor in self._own_rows(own[file]):
@@ -318,7 +326,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._decoder.drop_weights()
         self.version = state.version
         self._updates = state.updates
-        self._optimiser.updates = state.updates
+        self._optimiser.go_back(state.updates)
         check_digest(folder, self.digest(), state)
 
 
@@ -369,6 +377,11 @@ class InPlaceOptimiser:
                 for moment in self._rules[name].moments
             }
         return self._moments
+
+    def go_back(self, updates: int) -> None:
+        self.updates = updates
+        if not updates:
+            self._moments = None
 
     def update(self, gradients: Mapping[str, Tensor], learning_rate: float, gradient_factor: float) -> None:
         self.updates += 1

@@ -53,6 +53,7 @@ def steps_of_a_teacher_and_a_reference(folder: Path) -> dict[str, Any]:
     return {
         "loss.distillation": {"teacher": str(folder), "weight": 1.0},
         "loss.reference_kl": 0.1,
+        "loss.reference.every": 1,
         "pipeline": {
             "insert": [{"after": "rollout", "step": step} for step in steps],
             "rewire": {"train": {"teacher": "teacher", "reference": "reference"}},
@@ -64,7 +65,7 @@ def test_a_run_from_scratch_with_a_teacher_on_two_ranks_makes_the_records_of_one
     two_nodes, loop_run, tmp_path, handed
 ):
     settings = {
-        **{**WIDER, "warm_start": None, "steps": 1, "rollout.prompts_per_step": 2, "checkpoint.every": 1},
+        **{**WIDER, "warm_start": None, "steps": 2, "rollout.prompts_per_step": 2, "checkpoint.every": 1},
         **{"training.minibatches": 2, "training.epochs": 2},
         **steps_of_a_teacher_and_a_reference(tmp_path / "teacher"),
     }
@@ -72,6 +73,9 @@ def test_a_run_from_scratch_with_a_teacher_on_two_ranks_makes_the_records_of_one
     handed.clear()
     ranked = loop_run("ranked", **settings, cluster={"address": two_nodes.address, "ranks": 2})
     assert ranked.records == alone.records
+    ranked.cut_after(2, "rollout")
+    ranked.resume()
+    assert ranked.records == alone.records, "the reference that ranks have stored was mixed"
     assert 0 < sum(handed) < bytes_of_the_policy(WIDER) / 4
 
 

@@ -67,9 +67,12 @@ def test_frozen_scorers_take_memory_too():
         "loss.distillation.teacher": "Qwen/Qwen3-8B-Base",
         "loss.distillation.weight": 1.0,
     }
-    config = load_config("qwen3-aligned", settings)
-    (device,) = plan_run(config, model_shape(config), Machine(GPUS["h200"], None)).devices
+    configs = [load_config("qwen3-aligned", {**settings, **more}) for more in ({}, {"loss.reference.every": 50})]
+    frozen, following = (plan_run(each, model_shape(each), Machine(GPUS["h200"], None)) for each in configs)
+    (device,) = frozen.devices
     assert all({"reference", "teacher"} < items(phase) for phase in device.phases)
+    bytes_of_reference = following.checkpoint.bytes - frozen.checkpoint.bytes
+    assert bytes_of_reference == (4 + 2) * frozen.parameters.total, "FP32 and the policy in BF16"
 
 
 @pytest.mark.parametrize(

@@ -208,12 +208,15 @@ def _rank(rank: int, port: int, make, batch, scales, folder: Path) -> None:
     torch.set_num_threads(1)
     ranks = GroupRanks("127.0.0.1", port, rank, RANKS)
     found = compared(make(ranks), batch, scales, folder)
-    if rank == 0:
-        torch.save(found, folder / "found.pt")
     again = make(ranks)
     again.load(folder)
     assert again.digest() == found["report"]["digest"]
     scoring = make(ranks)
+    mixed = make(ranks)
+    mixed.mix(again, 0.6)
+    mixed_digest = mixed.digest()
+    if rank == 0:
+        torch.save({**found, "mixed": mixed_digest}, folder / "found.pt")
     advantages = torch.where(torch.arange(len(batch.row_mask)) == len(batch.row_mask) - 1, torch.nan, batch.advantages)
     with pytest.raises(NotFiniteError, match="the loss is nan"):
         # The other ranks' passes go on.
@@ -280,6 +283,9 @@ def test_ranks_share_one_policy_and_compute_its_bytes(
     alone = make()
     alone.load(many)
     assert alone.digest() == found["report"]["digest"]
+    mixed = make()
+    mixed.mix(alone, 0.6)
+    assert mixed.digest() == found["mixed"]
 
 
 class FirstOfThree(Ranks):
