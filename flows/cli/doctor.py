@@ -48,7 +48,8 @@ def _verifiers() -> Iterator[str]:
     version = installed_version("math-verify")
     found = "not ready, it is not installed (pip install 'fp8-grpo[math]')" if version is None else f"ready, {version}"
     yield f"reward.verifier=math-verify: {found}"
-    yield f"reward.verifier=judge: ready, httpx {installed_version('httpx')}"
+    for name, library in (("judge", "httpx"), ("reward_model", "transformers")):
+        yield f"reward.verifier={name}: ready, {library} {installed_version(library)}"
 
 
 def _trackers() -> Iterator[str]:

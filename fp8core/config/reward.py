@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
@@ -97,7 +97,25 @@ class JudgeOptions(Section):
         return self.highest if self.right_from is None else self.right_from
 
 
-OPTIONS: Mapping[str, type[Section]] = {"format": FormatOptions, "judge": JudgeOptions}
+class RewardModelOptions(Section):
+    """A sequence classifier of one label that scores prompt and completion in its own chat template."""
+
+    model: UserSource = Field(min_length=1, description="Checkpoint: a Hugging Face folder or a hub id.")
+    revision: str | None = Field(None, description="Commit of a hub model.")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d{1,3})?)$", description="cpu, cuda or one GPU, such as cuda:1.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of its weights and its arithmetic.")
+    batch_size: int = Field(8, ge=1, le=65536, description="Completions that it scores together.")
+    max_tokens: int = Field(4096, ge=1, le=1 << 20, description="A longer text loses its beginning.")
+    sigmoid: bool = Field(False, description="Turn its score x into 1 / (1 + exp(-x)).")
+    scale: float = Field(1.0, ge=-1e6, le=1e6, description="The reward is this times the score, plus `offset`.")
+    offset: float = Field(0.0, ge=-1e6, le=1e6, description="Added to each reward.")
+
+
+OPTIONS: Mapping[str, type[Section]] = {
+    "format": FormatOptions,
+    "judge": JudgeOptions,
+    "reward_model": RewardModelOptions,
+}
 """Shipped verifier -> the model of its options; others have none."""
 
 

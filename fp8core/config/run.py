@@ -254,6 +254,11 @@ class RunConfig(Section):
         ]
 
     @property
+    def messages_are_scored(self) -> bool:
+        """True if a verifier reads the messages of a prompt, beside its text."""
+        return any(each.name in ("judge", "reward_model") for each in self.verifiers)
+
+    @property
     def judges(self) -> dict[str, JudgeOptions]:
         """The options of every judge, by their key."""
         judges = (each for each in self.verifiers if each.name == "judge")

@@ -25,7 +25,7 @@ TRACKERS: Final[Mapping[str, str]] = {
 """Name in `tracking.services`, which is that of the package it needs -> import path of its entry."""
 SHIPPED_ENVIRONMENTS: Final[Mapping[str, str]] = {"calculator": "Calculator", "python": "Python"}
 """Name in `environment.name` -> its class in fp8core/environments/shipped.py."""
-SHIPPED_VERIFIERS: Final = ("chain", "integer", "math-verify", "format", "judge")
+SHIPPED_VERIFIERS: Final = ("chain", "integer", "math-verify", "format", "judge", "reward_model")
 """Names in `reward.verifier`; fp8core/rewards/verifier.py makes them."""
 REFERENCE: Final = "tasks.reference:reference"
 TEACHER: Final = "tasks.teacher:teacher"

@@ -14,7 +14,8 @@ from fp8core.models.checkpoint import architecture_from_config
 from fp8core.models.families.config_json import architecture_from_hf
 from fp8core.user_files import read_json_object
 
-_FILES = ["*.safetensors", "*.json", "*.jinja"]
+CHECKPOINT_FILES = ["*.safetensors", "*.json", "*.jinja"]
+"""Names of the files of a checkpoint that are read."""
 _ANSWER_SECONDS = 5.0
 
 
@@ -26,7 +27,9 @@ class ResolvedModel:
     revision: str | None
 
 
-def resolve_model(model: str, revision: str | None, files: Sequence[str] = _FILES, key: str = "model") -> ResolvedModel:
+def resolve_model(
+    model: str, revision: str | None, files: Sequence[str] = CHECKPOINT_FILES, key: str = "model"
+) -> ResolvedModel:
     """Find a checkpoint, downloading it when it is a hub id; without an answer, an earlier download is used.
 
     `model`: a folder, or a hub id such as `Qwen/Qwen3-0.6B`. `revision`: branch, tag or commit; None for the main

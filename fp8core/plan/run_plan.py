@@ -1,17 +1,22 @@
 """The memory of a training: devices phase by phase, disk and the bytes of a sync, from shapes alone."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from fp8core.config.derived import sft_config, teacher_config
+from fp8core.config.reward import RewardModelOptions
 from fp8core.config.run import RunConfig
 from fp8core.config.shipped import REFERENCE, TEACHER
 from fp8core.errors import UserError, refuse
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import model_shape
+from fp8core.models.safetensors_files import read_header
 from fp8core.resources.memory import (
     BF16_BYTES,
+    FP32_BYTES,
     CacheRoom,
     Device,
     DevicePlan,
@@ -102,13 +107,28 @@ def _frozen_scorers(config: RunConfig, arch: Architecture) -> Needs:
     return tuple(sums)
 
 
+def _reward_models(config: RunConfig, gpus: int) -> Needs:
+    """Weights of those on the first `gpus` GPUs, or with 0 on the host, as far as their folders are on this machine."""
+    needs = list[Need]()
+    models = (each.options for each in config.verifiers if each.name == "reward_model")
+    for options in map(RewardModelOptions.model_validate, models):
+        kind, _, index = options.device.partition(":")
+        if (kind == "cuda" and int(index or 0) < gpus) or (kind == "cpu" and gpus == 0):
+            files = Path(options.model).expanduser().glob("*.safetensors")
+            numbers = sum(math.prod(part.spec.shape) for file in files for part in read_header(file).values())
+            width = FP32_BYTES if options.dtype == "float32" else BF16_BYTES
+            needs.append(Need("reward model", numbers * width, f"weights in {options.dtype}"))
+    return tuple(needs)
+
+
 def _gpu_plans(
     config: RunConfig, arch: Architecture, gpu: Device, engine: EngineMemory, engine_gpus: int
 ) -> Iterator[DevicePlan]:
     """The GPUs that generate and train in turn, and those that do one of both."""
-    scorers = _frozen_scorers(config, arch)
     parallel = trainer_of(config.training).grid(config)
     trainer_gpus = 0 if parallel is None else parallel.gpus
+    gpus = max(engine_gpus, trainer_gpus)
+    scorers = (*_frozen_scorers(config, arch), *(_reward_models(config, gpus) if gpus else ()))
     both = min(engine_gpus, trainer_gpus) if config.cluster.placement == "colocated" else 0
     if parallel is not None and both:
         yield DevicePlan(gpu, both, _trainer_phases(config, arch, gpu, parallel, scorers, engine))
@@ -158,9 +178,10 @@ def _host_plan(config: RunConfig, arch: Architecture, machine: Machine, engine: 
     """The host, with one engine and one rank where these compute there."""
     training = host_needs(config, arch) if trainer_grid(config, machine) is None else ()
     if engine or training:
-        phase = " and ".join(name for name, needs in (("generating", engine), ("training", training)) if needs)
+        phase = " and ".join(name for name, part in (("generating", engine), ("training", training)) if part)
         limit = None if machine.host is None else machine.host.memory
-        yield DevicePlan(machine.host, 1, (Phase(phase, (*engine, *training), limit, _HOST),))
+        needs = (*engine, *training, *_reward_models(config, 0))
+        yield DevicePlan(machine.host, 1, (Phase(phase, needs, limit, _HOST),))
 
 
 def _checkpoint(config: RunConfig, arch: Architecture) -> CheckpointSpace:

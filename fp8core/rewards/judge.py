@@ -199,7 +199,7 @@ def message_text(template: str, request: ScoreRequest) -> str:
     """The template with the fields of a request; what they hold is not replaced again."""
     fields: dict[str, Any] = json.loads(request.columns or "{}")
     fields |= {"answer": request.answer, "completion": request.completion}
-    fields["question"] = json.loads(request.messages)[-1][1] if request.messages else request.prompt
+    fields["question"] = request.conversation[-1][1]
     return PLACEHOLDER.sub(lambda match: str(fields[match[1]]), template)
 
 

@@ -82,7 +82,7 @@ class ScoreRequest(NamedTuple):
 
     `columns`: other columns of the prompt's row (`data.columns`) as a JSON object; empty where none are configured.
     `source`: where `data` is a list, the name of the prompt's source.
-    `messages`: of the prompt, as JSON (`messages_of`); empty where neither an environment nor a judge reads them.
+    `messages`: of the prompt, as JSON (`messages_of`); empty where nobody reads them.
     """
 
     prompt: str
@@ -96,6 +96,12 @@ class ScoreRequest(NamedTuple):
     @property
     def for_scorer(self) -> tuple[str, ...]:
         return self[:5]
+
+    @property
+    def conversation(self) -> list[tuple[str, str]]:
+        """Role and content of the messages of the prompt; the last one has the question."""
+        messages = json.loads(self.messages) if self.messages else [["user", self.prompt]]
+        return [(role, content) for role, content in messages]
 
 
 class Scorer(ABC):

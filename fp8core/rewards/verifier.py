@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from pydantic import JsonValue
 
-from fp8core.config.reward import FormatOptions, JudgeOptions, RewardConfig
+from fp8core.config.reward import FormatOptions, JudgeOptions, RewardConfig, RewardModelOptions
 from fp8core.errors import UserError
 from fp8core.processes.pool import Failure, Limits, PoolProcess, ProcessPool
 from fp8core.rewards.integer import IntegerVerifier
@@ -19,7 +19,7 @@ from fp8core.rewards.scorer import RIGHT, Scorer, ScoreRequest, SideScore, Verdi
 from fp8core.store.answers import Answers
 
 MARKER = "#"
-_IN_PROCESS = ("chain", "integer", "format", "judge")
+_IN_PROCESS = ("chain", "integer", "format", "judge", "reward_model")
 _NUMBER = re.compile(r"[0-9]{1,3}")
 
 
@@ -320,6 +320,10 @@ def _one_verifier(config: RewardConfig, section: str, answers: Answers) -> Verif
         from fp8core.rewards.judge import Judge
 
         return Judge(section, JudgeOptions.model_validate(config.options), answers)
+    if config.verifier == "reward_model":
+        from fp8core.rewards.reward_model import RewardModel
+
+        return RewardModel(section, RewardModelOptions.model_validate(config.options))
     if config.verifier == "math-verify" and find_spec("math_verify") is None:
         raise UserError(f"{key}=math-verify: it is not installed (pip install 'fp8-grpo[math]')")
     limits = Limits(config.timeout_seconds, config.memory_mb)

@@ -63,7 +63,7 @@ def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tok
     if config.listed_sources:
         columns[SOURCE.name] = [problem.source for problem in problems]
         schema = schema.append(SOURCE)
-    if config.environment is not None or config.judges:
+    if config.environment is not None or config.messages_are_scored:
         columns["messages"] = [messages_of(problem, config) for problem in problems]
         schema = schema.append(MESSAGES)
     return pa.table(columns, schema=schema)

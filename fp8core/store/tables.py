@@ -57,7 +57,8 @@ ROLLOUTS = pa.schema(
     ]
 )
 
-# With `environment` or a judge: the messages of each row, a JSON list of [role, content] whose last is the question.
+# With `environment`, a judge or a reward model: the messages of each row, a JSON list of [role, content] whose last is
+# the question.
 MESSAGES = pa.field("messages", pa.string())
 
 # With `rollout.router_replay`: the experts of every position, sparse layer by sparse layer (`Completion.experts`).

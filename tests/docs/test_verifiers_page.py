@@ -33,9 +33,10 @@ def test_the_example_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [verdict.outcome for verdict in verdicts] == ["right", "wrong", "unparsed"]
 
 
-def test_the_settings_of_a_judge_are_read() -> None:
-    settings = yaml.safe_load(PAGE.split("```yaml\n")[2].split("```")[0])
+def test_the_settings_of_a_judge_and_of_a_reward_model_are_read() -> None:
+    settings, of_model = (yaml.safe_load(part.split("```")[0]) for part in PAGE.split("```yaml\n")[2:])
     (judge,) = load_config("tiny", settings).judges.values()
+    assert load_config("tiny", of_model).reward.verifier == "reward_model"
     assert {*PLACEHOLDER.findall(judge.template)} == {"question", "answer", "completion"}
     assert (judge.least_right, judge.key_variable) == (8, "JUDGE_KEY")
 

@@ -19,7 +19,8 @@ def test_each_configured_verifier_scores_its_own_format(name: str, marker: str, 
 @pytest.mark.parametrize("name", ["strict", "mine", ":score", "mine:", "mine:1st", "mine:score()"])
 def test_a_verifier_that_nobody_can_mean(name: str) -> None:
     with pytest.raises(
-        ValidationError, match="is none of chain, integer, math-verify, format, judge, and no function of your own"
+        ValidationError,
+        match="is none of chain, integer, math-verify, format, judge, reward_model, and no function of your own",
     ):
         RewardConfig(verifier=name)
 
