@@ -10,6 +10,7 @@ import torch
 from fp8core.alignment.bounds import unverifiable
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
+from fp8core.metrics.draws import draw_metrics
 from fp8core.metrics.episodes import turn_metrics
 from fp8core.metrics.registry import find_metric
 from fp8core.metrics.reward import reward_metrics
@@ -49,6 +50,8 @@ from tasks.step import step
         "schedule": "schedule",
         "turns": "turns",
         "update_rewards": "rewards",
+        "visits": "visits",
+        "drawn": "draws",
     },
     outputs={"metrics": "metrics"},
 )
@@ -98,6 +101,9 @@ def record(run: StepContext, index: int, options: NoOptions, **artifacts: Ref) -
     if "next_stream" in artifacts:
         before, after = (store.get_table(artifacts[name], STREAM_COLUMNS) for name in ("left", "next_stream"))
         metrics |= stream_metrics(before, after, store.get_json(artifacts["schedule"])["chunks"])
+    if "visits" in artifacts:
+        drawn = store.get_json(artifacts["drawn"])
+        metrics |= draw_metrics(store.get_table(artifacts["visits"]), drawn, run.config)
     if "kv_statistics" in artifacts:
         statistics = store.get_json(artifacts["kv_statistics"])
         metrics[SATURATED.name] = statistics["saturated_share"]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from fp8core.config.steps import NoOptions
 from fp8core.run.context import StepContext
+from fp8core.run.draws import Draws
 from fp8core.run.rollouts import check_episodes
 from fp8core.run.stream import StreamWriter, chunks_of, open_stream, run_ahead, table_in_flight
 from fp8core.store.artifacts import Ref
@@ -13,16 +14,21 @@ from tasks.step import step
 
 @step(
     inputs={"left": "stream", "policy": "policy", "scales": "scales"},
+    inputs_where={"by_use": {"drawn": "draws"}},
     outputs={"next_stream": "stream", "schedule": "schedule"},
-    carries={"stream": "next_stream"},
+    outputs_where={"by_use": {"next_draws": "draws"}},
+    carries={"stream": "next_stream", "draws": "next_draws"},
 )
-def ahead(run: StepContext, index: int, options: NoOptions, left: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
+def ahead(
+    run: StepContext, index: int, options: NoOptions, left: Ref, policy: Ref, scales: Ref, drawn: Ref | None = None
+) -> dict[str, Ref]:
     """Write beside the update, under the policy that it starts from.
 
     `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it."""
     store = run.store
     open_rows = open_stream(run, left, index)
-    writer = StreamWriter(run, index, open_rows.rows)
+    draws = None if drawn is None else Draws(run, drawn)
+    writer = StreamWriter(run, index, open_rows.rows, draws=draws)
     judged_batches = open_rows.whole()
     schedule = chunks_ahead(run, index, lambda: writer.has_more(open_rows.rows))
     chunks = run_ahead(open_rows, index - 1, schedule, writer, writer.enter)
@@ -31,7 +37,8 @@ def ahead(run: StepContext, index: int, options: NoOptions, left: Ref, policy: R
     for batch in open_rows.whole():
         if batch not in judged_batches:
             check_episodes(run, index, [row for row in open_rows.rows if row.batch == batch])
-    return {
+    next_draws = {} if draws is None else {"next_draws": draws.stored()}
+    return next_draws | {
         "next_stream": store.put_table("stream", table_in_flight(run, open_rows.rows)),
         "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),
     }

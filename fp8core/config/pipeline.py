@@ -24,8 +24,9 @@ class StepConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict, alias="with", description="Options of this step.")
     when: Feature | None = Field(
         None,
-        description="Only with an environment, a synchronous mode, generation ahead of the update, log-probs of a pass "
-        "or of the update, a reference that follows; null: always.",
+        description="Only with an environment, a synchronous mode, generation ahead of the update, prompts that are a "
+        "step of their own, by number or by use (docs/concepts/iteration.md), refill, log-probs of a pass or of the "
+        "update, a reference that follows; null: always.",
     )
 
     def inputs(self) -> dict[str, str | None]:

@@ -70,6 +70,14 @@ class WarmStartConfig(Section):
     tool_share: float = Field(0, ge=0, le=1, description="Share that calls environment.name=calculator.")
 
 
+class RefillConfig(Section):
+    """Dynamic sampling: others are generated in place of groups without a signal."""
+
+    max_batches: int = Field(
+        10, ge=2, le=1000, description="Batches of a step, the first one too; then it goes on with what it has."
+    )
+
+
 class RolloutConfig(Section):
     """Generation of completions."""
 
@@ -77,7 +85,14 @@ class RolloutConfig(Section):
         "embedded", description="embedded (exact, on the CPU), vllm, sglang, or your own: `module:ENGINE`."
     )
     prompts_per_step: int = Field(32, ge=1, le=65536, description="Prompts that a step learns from.")
-    oversample: float = Field(1.0, ge=1, le=16, description="Draw this many times the prompts, for a filter step.")
+    oversample: float = Field(1.0, ge=1, le=16, description="Draw this many times the prompts at first.")
+    refill: RefillConfig | None = Field(None, description="Replace groups without a signal; null: they stay.")
+    retire_after: int | None = Field(
+        None,
+        ge=1,
+        le=1000,
+        description="Groups in a row, all right, after which a prompt is drawn a quarter as often; null: never.",
+    )
     group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt: the group of GRPO.")
     max_new_tokens: int = Field(16, ge=1, le=1 << 20, description="Longest completion, in tokens.")
     temperature: float = Field(1.0, ge=1e-6, le=10, description="Of sampling; logits are divided by it.")
@@ -94,6 +109,11 @@ class RolloutConfig(Section):
     @property
     def drawn_prompts(self) -> int:
         return math.ceil(self.prompts_per_step * self.oversample)
+
+    @property
+    def most_prompts(self) -> int:
+        """Of a step, with those in place of others."""
+        return self.drawn_prompts * (1 if self.refill is None else self.refill.max_batches)
 
 
 class CalibrationConfig(Section):
@@ -286,14 +306,20 @@ class RunConfig(Section):
     @property
     def features(self) -> frozenset[Feature]:
         """Those that the steps of the pipeline depend on: a step, an input or an output may be there only with one."""
+        by_use = self.rollout.refill is not None or self.rollout.retire_after is not None
         features: dict[Feature, bool] = {
             "environment": self.environment is not None,
             "synchronous": self.pipeline.mode == "synchronous",
+            "prompts_first": self.pipeline.mode == "synchronous" and not by_use,
             "ahead": self.pipeline.mode != "synchronous",
+            "by_step": not by_use,
+            "by_use": by_use,
+            "refill": self.rollout.refill is not None,
             "scoring_pass": self.logprobs.source == "pass",
             "scoring_update": self.logprobs.source != "pass",
             "judge": bool(self.judges),
             "mixed_reference": self.loss.reference is not None,
+            "judge_by_use": bool(self.judges) and by_use,
         }
         return frozenset(feature for feature, present in features.items() if present)
 
@@ -371,6 +397,8 @@ def _update_problems(config: RunConfig) -> Iterator[str]:
         place = f"training.learning_rate_schedule: kind={schedule.kind} over {over} steps"
         if over * training.updates <= training.warmup_steps:
             yield f"{place} ends within training.warmup_steps={training.warmup_steps}; lower the warm-up"
+    if rollout.group_size == 1 and rollout.refill is not None:
+        yield "rollout.refill: a group of rollout.group_size=1 never has a signal; unset one of both"
     teaches_alone = loss.distillation.weight > 0 and loss.distillation.rewards == 0
     if rollout.group_size == 1 and not teaches_alone:
         yield (

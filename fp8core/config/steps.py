@@ -15,7 +15,20 @@ class NoOptions(Section):
     """The options of a step, or of a loss, that has none."""
 
 
-Feature = Literal["environment", "synchronous", "ahead", "scoring_pass", "scoring_update", "judge", "mixed_reference"]
+Feature = Literal[
+    "environment",
+    "synchronous",
+    "ahead",
+    "prompts_first",
+    "by_step",
+    "by_use",
+    "refill",
+    "scoring_pass",
+    "scoring_update",
+    "judge",
+    "mixed_reference",
+    "judge_by_use",
+]
 """What a configuration has (`RunConfig.features`), as far as steps and their ports depend on it."""
 
 

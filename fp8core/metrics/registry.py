@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 
 from fp8core.metric import Curve, Metric
-from fp8core.metrics import episodes, reward, rollout, scales, sources, time
+from fp8core.metrics import draws, episodes, reward, rollout, scales, sources, time
 from fp8core.rl import alignment_metrics, correction, staleness
 from fp8core.store import metrics as start
 from fp8core.training import trainer
@@ -13,7 +13,7 @@ from fp8core.training import trainer
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
     "reward": (*reward.METRICS, *start.OF_START["evaluation"].values(), start.HELDOUT_OF_SOURCE, *sources.METRICS),
     "start": tuple(start.OF_START["precision_gap"].values()),
-    "rollout": rollout.METRICS,
+    "rollout": (*rollout.METRICS, *draws.METRICS),
     "environment": episodes.METRICS,
     "ahead": (*staleness.METRICS, *rollout.STREAM_METRICS),
     "training": (*trainer.METRICS, *correction.METRICS),

@@ -112,6 +112,8 @@ def begin(run: RunContext, execution: Execution = IN_PROCESS) -> int:
     evaluation = stage("evaluate", lambda: start.first_evaluation(run, scales)).entry.outputs["evaluation"]
     if "stream" in run.graph.carries:
         stage("stream", lambda: start.first_stream(run))
+    if "draws" in run.graph.carries:
+        stage("draws", lambda: start.first_draws(run))
     if compared_prompts(run.config):
         stage("precision_gap", lambda: start.precision_gap(run, scales, evaluation))
     if ledger.step(START) is None:

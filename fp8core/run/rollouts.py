@@ -189,16 +189,30 @@ def reward_tables(
 ) -> tuple[pa.Table, pa.Table | None]:
     """Of kinds `rewards`, and `judgements` with a judge. `score` is the reward without what other verifiers add."""
     prompt_rows = prompts.drop_columns(["tokens"]).to_pylist()
-    sources = {row["group"]: {SOURCE.name: row[SOURCE.name]} for row in prompt_rows if SOURCE.name in row}
     ends = ends_of(prompt_rows, rollouts, turns)
     recall_judgements(run, index)
     verdicts = verdicts_of(run.verifier, ends)
     tell_failures(run, "rewards", verdicts)
     played = {} if turns is None else turn_records(turns)
+    keys = keys_of(rollouts)
+    turn_rewards = [sum(turn.reward for turn in played.get(key, ())) for key in keys]
+    rewards = rewards_of(run.config, prompt_rows, keys, ends, verdicts, turn_rewards)
+    return rewards, judgement_table(run.config, verdicts)
+
+
+def rewards_of(
+    config: RunConfig,
+    prompts: Iterable[Mapping[str, Any]],
+    keys: Sequence[Key],
+    ends: Sequence[ScoreRequest | Verdict],
+    verdicts: Sequence[Verdict],
+    turn_rewards: Sequence[float],
+) -> pa.Table:
+    """`turn_rewards`: what the turns of each completion earned."""
+    sources = {row["group"]: {SOURCE.name: row[SOURCE.name]} for row in prompts if SOURCE.name in row}
     none = {f"{SCORE}{part.name}": 0.0 for verdict in verdicts for part in verdict.side_scores}
     rows = []
-    for key, verdict, end in zip(keys_of(rollouts), verdicts, ends, strict=True):
-        earned = sum(turn.reward for turn in played.get(key, ()))
+    for key, verdict, end, earned in zip(keys, verdicts, ends, turn_rewards, strict=True):
         if isinstance(end, ScoreRequest):
             # Adding 0 would take the sign off a score of -0.
             reward, own = (x + earned if earned else x for x in (reward_of(verdict), verdict.score))
@@ -212,7 +226,7 @@ def reward_tables(
                 "reward": reward,
                 "outcome": verdict.outcome,
                 "detail": verdict.detail,
-                "keep": counts(verdict.outcome, run.config),
+                "keep": counts(verdict.outcome, config),
                 "score": own,
                 **({f"{SCORE}verdict": verdict.score, **scores} if scores else {}),
                 **sources.get(key[0], {}),
@@ -220,7 +234,7 @@ def reward_tables(
         )
     columns = [pa.field(name, pa.float64()) for name in (rows[0] if rows else {}) if name.startswith(SCORE)]
     schema = pa.schema([*REWARDS, *columns, *([SOURCE] if sources else [])])
-    return pa.Table.from_pylist(rows, schema=schema), judgement_table(run.config, verdicts)
+    return pa.Table.from_pylist(rows, schema=schema)
 
 
 def judgement_table(config: RunConfig, verdicts: Sequence[Verdict]) -> pa.Table | None:

@@ -33,6 +33,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.run.batches import read_scales, store_scales
 from fp8core.run.build import build_engine, build_sft_trainer
 from fp8core.run.context import RunContext, gc_freeze
+from fp8core.run.draws import NO_DRAWS
 from fp8core.run.execute import TaskResult, run_start_task
 from fp8core.run.heldout import heldout_artifacts
 from fp8core.run.policy import initial_trainer, push
@@ -116,6 +117,10 @@ def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
 def first_stream(run: RunContext) -> TaskResult:
     empty = STREAM.empty_table()
     return run_start_task(run, "stream", {}, lambda: {"stream": run.store.put_table("stream", empty)})
+
+
+def first_draws(run: RunContext) -> TaskResult:
+    return run_start_task(run, "draws", {}, lambda: {"draws": run.store.put_json("draws", NO_DRAWS)})
 
 
 def precision_gap(run: RunContext, scales: Ref, evaluation: Ref) -> TaskResult:

@@ -25,6 +25,7 @@ from fp8core.rl.batch import routes
 from fp8core.rollout.engine import Completion, PromptGroup, sample_seed
 from fp8core.rollout.episodes import EpisodePlayer
 from fp8core.run.context import StepContext
+from fp8core.run.draws import Draws
 from fp8core.run.rollouts import (
     begin_verdicts,
     ends_of,
@@ -155,7 +156,11 @@ class Stream:
                 others = [] if chunk is None else [place for place in self.in_flight() if place not in due]
                 self.tick += self.write(step - 1, due, chunk, generate, others)
             self.admit(step - 1, enter)
-        return [row for group in range(self.pace.prompts) for row in self._groups.pop((step, group))]
+        return [row for place in sorted(self._groups) if place[0] == step for row in self._groups.pop(place)]
+
+    def extend(self, step: int, groups: Iterable[int], enter: Enter) -> None:
+        """Further prompts of a step, beside those of its `pace`."""
+        self._groups |= {(step, group): enter(step, group) for group in groups}
 
 
 def run_ahead(
@@ -193,11 +198,13 @@ class StreamWriter:
         index: int,
         rows: Sequence[Completion] = (),
         batches: Mapping[int, pa.Table] = MappingProxyType({}),
+        draws: Draws | None = None,
     ) -> None:
-        """`rows`: of the stream; `batches`: prompts by step, others are asked of the source."""
+        """`rows`: of the stream; `batches`: prompts by step, others are drawn, or asked of the source."""
         self._run = run
         self._index = index
         self._batches = {**batches}
+        self._draws = draws
         self._player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
         self._sampling = replace(self._player.sampling(), report_experts=run.config.rollout.router_replay)
         self._shards = run.store.shards(index)
@@ -231,11 +238,17 @@ class StreamWriter:
             for sample in range(config.rollout.group_size)
         ]
 
-    def prompts(self, places: Sequence[GroupPlace]) -> pa.Table:
-        """Of kind `prompts`, numbered in this order."""
-        table = pa.concat_tables([self._batch(batch).slice(group, 1) for batch, group in places])
-        numbers = pa.array(range(len(places)), table.schema.field("group").type)
-        return table.set_column(table.schema.get_field_index("group"), table.schema.field("group"), numbers)
+    def prompts(self, batch: int) -> pa.Table:
+        """Of kind `prompts`: all that a step has drawn."""
+        config = self._run.config
+        if self._draws is not None:
+            draws = self._draws.of_step(batch)
+            if batch not in self._batches or len(draws) > len(self._batches[batch]):
+                self._batches[batch] = prompt_table(self._run, [self._draws.problem(draw) for draw in draws])
+        elif batch not in self._batches:
+            problems = self._run.source.training(batch, config.rollout.drawn_prompts, config.seed)
+            self._batches[batch] = prompt_table(self._run, problems)
+        return self._batches[batch]
 
     def __call__(self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
         missing = list[PromptGroup]()
@@ -269,16 +282,9 @@ class StreamWriter:
         present = (self._rows.get(_sample(row)) for row in rows if row.in_flight)
         return any(row is not None and not row.in_flight for row in present)
 
-    def _batch(self, batch: int) -> pa.Table:
-        if batch not in self._batches:
-            config = self._run.config
-            problems = self._run.source.training(batch, config.rollout.drawn_prompts, config.seed)
-            self._batches[batch] = prompt_table(self._run, problems)
-        return self._batches[batch]
-
     def _prompt(self, batch: int, group: int) -> dict[str, Any]:
         row: dict[str, Any]
-        (row,) = self._batch(batch).slice(group, 1).to_pylist()
+        (row,) = self.prompts(batch).slice(group, 1).to_pylist()
         return row
 
     def _durable_part(self, key: _Sample, group: PromptGroup, i: int) -> Completion:
@@ -344,7 +350,7 @@ class StreamWriter:
 
     def _number(self, place: GroupPlace) -> int:
         batch, group = place
-        return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
+        return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.most_prompts + group
 
     def _recorded_turns(self) -> dict[Key, list[TurnRecord]]:
         assert self._run.replayed is not None, "only a replay has no environment"
@@ -352,8 +358,8 @@ class StreamWriter:
         artifacts = self._run.replayed.artifacts(self._index)
         finished = turn_records(store.get_table(artifacts[self._run.graph.artifact_of("turns")]))
         recorded = {(self._number((self._index, group)), sample): turns for (group, sample), turns in finished.items()}
-        ahead = artifacts.get(self._run.graph.carries.get("stream", ""))
-        for row in [] if ahead is None else stream_rows(store.get_table(ahead)):
+        others = [artifacts[name] for name in ("dropped", self._run.graph.carries.get("stream")) if name in artifacts]
+        for row in (row for ref in others for row in stream_rows(store.get_table(ref))):
             if row.turns:
                 recorded[self._number((row.batch, row.group)), row.sample] = row.turns
         return recorded
@@ -374,6 +380,13 @@ def chunk_together(config: RunConfig) -> int | None:
     # No episode can be cut where the longest one of others ends.
     together = config.pipeline.mode == "asynchronous" and config.environment is None
     return config.pipeline.chunk_tokens if together else None
+
+
+def complete_step(run: StepContext, index: int, stream: Stream, writer: StreamWriter) -> list[Completion]:
+    """The completions of a step, with the turns of their episodes."""
+    rows = stream.complete(index, chunk_together(run.config), writer, writer.enter)
+    writer.attach_turns([*rows, *stream.rows])
+    return rows
 
 
 def table_in_flight(run: StepContext, rows: Sequence[Completion]) -> pa.Table:

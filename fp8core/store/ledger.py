@@ -307,15 +307,17 @@ START_TASKS: Final[Mapping[str, StartTask]] = {
         "first_evaluation", {"evaluation": "evaluation", "heldout_turns": "turns", "heldout_judgements": "judgements"}
     ),
     "stream": StartTask("stream", {"stream": "stream"}),
+    "draws": StartTask("draws", {"draws": "draws"}),
     "precision_gap": StartTask("precision_gap", {"precision_gap": "precision_gap", "gap_judgements": "judgements"}),
 }
-"""Name in the ledger -> task, in the order in which they run; not every run has the last two."""
+"""Name in the ledger -> task, in the order in which they run; not every run has the last three."""
 
 CARRIED_FROM: Final[Mapping[str, str]] = {
     "policy": "warm_start",
     "reference_policy": "warm_start",
     "scales": "calibrate",
     "stream": "stream",
+    "draws": "draws",
 }
 """Artifact that an iteration may start from -> the task of step 0 that makes the first one."""
 CARRIED_KINDS: Final[Mapping[str, str]] = {

@@ -139,6 +139,20 @@ JUDGEMENTS = pa.schema(
 # The factors of the loss of the step's update (`objective.row_advantages`).
 ADVANTAGES = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("advantage", pa.float64())])
 
+# With refill or `rollout.retire_after`: the prompts that a step completed, with those whose group it dropped.
+VISITS = pa.schema(
+    [
+        ("group", pa.int32()),
+        ("draw", pa.int64()),  # Its number in the run.
+        ("prompt_id", pa.string()),
+        ("tokens", pa.int64()),  # That the policy wrote.
+        ("reward", pa.float64()),  # The mean of the group.
+        ("right", pa.bool_()),  # All that count.
+        ("signal", pa.bool_()),
+        ("dropped", pa.bool_()),
+    ]
+)
+
 SCORE = "score_"
 """Begins the name of a column of `rewards` with the scores of one of several verifiers."""
 
@@ -174,6 +188,8 @@ TABLES = {
     "rollouts": TableSchema(ROLLOUTS, [EXPERTS, VERSIONS]),
     "turns": TableSchema(TURNS),
     "stream": TableSchema(STREAM, [STREAM_OF_EPISODES.field(name) for name in ("written", "turns")]),
+    "dropped": TableSchema(STREAM, [STREAM_OF_EPISODES.field(name) for name in ("written", "turns")]),
+    "visits": TableSchema(VISITS),
     "rewards": TableSchema(pa.schema([field for field in REWARDS if field != _SCORE]), [_SCORE]),
     "judgements": TableSchema(JUDGEMENTS),
     "advantages": TableSchema(ADVANTAGES),

@@ -9,7 +9,8 @@ from fp8core.config.load import load_config
 def filtered(loop_run, small):
     """For reading only. Of its steps one has no row left, and others a part of them."""
     ahead = {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 12, "pipeline.chunk_tokens": 4}
-    return loop_run("filtered", shipped="dapo", **small, **ahead, **{"steps": 4, "training.minibatches": 2})
+    one_draw = {"rollout.refill": None, "rollout.oversample": 2.0}
+    return loop_run("filtered", shipped="dapo", **small, **ahead, **one_draw, **{"steps": 4, "training.minibatches": 2})
 
 
 def test_every_update_has_tokens(filtered):

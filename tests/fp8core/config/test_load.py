@@ -172,10 +172,20 @@ CALCULATOR = {"environment": {"name": "calculator"}}
             {"rollout": {"prompts", "left", "behaviour", "turns"}, "evaluate": {"heldout_turns"}},
         ),
         ({"logprobs.source": "training"}, {"ahead", "logprobs"}, {"train": {"logprobs", "kv_statistics"}}),
+        (
+            AHEAD | {"rollout.refill": {"max_batches": 4}},
+            {"prompts", "reward"},
+            {"rollout": {"prompts", "left", "behaviour", "rewards", "visits", "drawn", "dropped"}},
+        ),
+        (
+            {"rollout.retire_after": 2},
+            {"prompts", "reward", "ahead"},
+            {"rollout": {"prompts", "rewards", "visits", "drawn"}},
+        ),
     ],
 )
 def test_mode_environment_and_source_choose_the_steps_and_their_ports(settings, absent, further) -> None:
-    config = load_config("dapo", settings)
+    config = load_config("dapo", {"rollout.refill": None} | settings)
     assert config.pipeline.steps == load_config("dapo").pipeline.steps
     graph = pipeline_of(config)
     assert {step.name for step in config.pipeline.steps} - {step.name for step in graph.steps} == absent
@@ -190,6 +200,8 @@ def test_mode_environment_and_source_choose_the_steps_and_their_ports(settings, 
     readers = {step.name for step in graph.steps if "turns" in step.inputs}
     assert readers == ({"reward", "train", "record"} if "environment" in settings else set())
     assert ("next_stream" in graph.carries.values()) == ("pipeline.mode" in settings)
+    last = "next_draws" if "pipeline.mode" in settings else "drawn"
+    assert graph.carries.get("draws") == (last if "reward" in absent else None)
 
 
 def test_an_optional_port_is_left_open_where_the_configuration_says_so() -> None:
