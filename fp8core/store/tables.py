@@ -184,13 +184,13 @@ class TableSchema(NamedTuple):
 
 
 TABLES = {
-    "prompts": TableSchema(PROMPTS, [COLUMNS, MESSAGES]),
+    "prompts": TableSchema(PROMPTS, [COLUMNS, SOURCE, MESSAGES]),
     "rollouts": TableSchema(ROLLOUTS, [EXPERTS, VERSIONS]),
     "turns": TableSchema(TURNS),
     "stream": TableSchema(STREAM, [STREAM_OF_EPISODES.field(name) for name in ("written", "turns")]),
     "dropped": TableSchema(STREAM, [STREAM_OF_EPISODES.field(name) for name in ("written", "turns")]),
     "visits": TableSchema(VISITS),
-    "rewards": TableSchema(pa.schema([field for field in REWARDS if field != _SCORE]), [_SCORE]),
+    "rewards": TableSchema(pa.schema([field for field in REWARDS if field != _SCORE]), [_SCORE, SOURCE]),
     "judgements": TableSchema(JUDGEMENTS),
     "advantages": TableSchema(ADVANTAGES),
     "logprobs": TableSchema(LOGPROBS),
