@@ -16,7 +16,12 @@ SOURCE_REWARD = Metric(
     better="higher",
     curve=Curve("signals", "Reward by source", include=(0.0, 1.0), parts=True),
 )
-SOURCE_LENGTH = Metric("rollout/length_source/*", "tokens of a completion of that source in the mean")
+SOURCE_LENGTH = Metric(
+    "rollout/length_source/*",
+    "tokens of a completion of that source in the mean",
+    unit="tokens, mean of the step",
+    curve=Curve("signals", "Completion length by source", include=(0.0,), parts=True),
+)
 METRICS = (SOURCE_REWARD, SOURCE_LENGTH)
 
 

@@ -37,28 +37,30 @@ def test_a_run_that_is_killed_at_ten_points_equals_one_that_was_not(new_training
 
 
 def other_settings(kind, checkpoint, folder):
-    """Muon, or a checkpoint that is asked rows of a file after a system prompt."""
+    """Muon, or a checkpoint with two sources, one of which has a system prompt and a verifier of its own."""
     if kind == "muon":
         return {"training.optimiser.name": "muon"}
     rows = [{"question": f"{n} apples and {n}?", "answer": f"#### {2 * n}"} for n in range(99)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = {"data.source": str(folder / "rows.jsonl"), "data.system": "Be brief.", "reward.verifier": "integer"}
-    return {**data, "model": str(checkpoint), "architecture": None, "warm_start": None}
+    apples = {"name": "apples", "source": str(folder / "rows.jsonl"), "system": "Be brief.", "verifier": "integer"}
+    return {"data": [apples, {"name": "chain"}], "model": str(checkpoint), "architecture": None, "warm_start": None}
 
 
-@pytest.mark.parametrize("kind", ["muon", "system prompt"])
+@pytest.mark.parametrize("kind", ["muon", "sources"])
 def test_other_updates_are_equal_after_kills(new_training, small_checkpoint, tmp_path, kind):
     """The second is redone from the first checkpoint, and the fourth has its momentum from the redone third."""
     settings = {**other_settings(kind, small_checkpoint, tmp_path), "checkpoint.every": 2}
     expected, training = (new_training("one", runs=tmp_path / name, **settings) for name in ("whole", "killed"))
     assert expected.live().finished
-    for point in ({"before": "2 train"}, {"after": "3 train"}, {"after": "4 step"}):
+    for point in ({"after": "1 group 1"}, {"before": "2 train"}, {"after": "3 train"}, {"after": "4 step"}):
         assert training.live(**point).killed
     assert training.live().finished
     training.must_equal(expected)
-    if kind == "system prompt":
+    if kind == "sources":
         prompts = ArtifactStore(training.folder).get_table(training.ledger.artifacts(3)["prompts"])
-        assert all("<|im_start|>system\nBe brief.<|im_end|>" in text for text in prompts["text"].to_pylist())
+        assert {*prompts["source"].to_pylist()} == {"apples", "chain"}
+        for row in prompts.to_pylist():
+            assert ("<|im_start|>system\nBe brief.<|im_end|>" in row["text"]) == (row["source"] == "apples")
         verdicts = replay(RunSnapshot.read(training.folder), range(3, 4), Console(io.StringIO(), 3))
         assert [verdict.outcome for verdict in verdicts] == ["equal"]
 
