@@ -19,6 +19,7 @@ MODES = {
     "synchronous": {},
     "one_step_off": {"pipeline.mode": "one_step_off"},
     "asynchronous": {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 3},
+    "refill": {"rollout.refill.max_batches": 3, "rollout.retire_after": 1},
     "environment": {
         "environment": {"name": "calculator", "options": {"modulus": 10, "left_to_right": True}, "max_turns": 2}
     },
@@ -53,7 +54,7 @@ def test_each_row_has_its_source_and_the_reward_of_its_verifier(mixed):
         drawn += [row["source"] for row in prompts]
         by_source = {name: [] for name in ("easy", "hard")}
         for rollout, reward in zip(rollouts, rewards, strict=True):
-            prompt = prompts[rollout["group"]]
+            (prompt,) = (row for row in prompts if row["group"] == rollout["group"])
             assert reward["source"] == prompt["source"]
             assert prompt["text"].startswith(PREFIX) == (prompt["source"] == "hard") == bool(prompt["columns"])
             if reward["source"] == "easy":
@@ -68,7 +69,8 @@ def test_each_row_has_its_source_and_the_reward_of_its_verifier(mixed):
                 means = [pytest.approx(sum(column) / len(values)) for column in zip(*values, strict=True)]
                 assert [metrics[f"reward/source/{name}"], metrics[f"rollout/length_source/{name}"]] == means
         assert metrics["alignment/token_mult_prob_error"] == 1.0
-    assert 13 <= drawn.count("easy") <= 17
+    # With refill, groups with a signal have other shares than the draws.
+    assert 13 <= drawn.count("easy") <= 17 or "refill" in mixed.folder.name
     for index in (START, 2, 4):
         evaluation = mixed.store.get_json(mixed.ledger.artifacts(index)["evaluation"])
         easy, hard = (evaluation["sources"][name]["accuracy"] for name in ("easy", "hard"))
