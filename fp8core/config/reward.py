@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
@@ -53,9 +54,16 @@ class JudgeOptions(Section):
 
     @field_validator("url")
     @classmethod
-    def _has_no_password(cls, url: str) -> str:
+    def _is_an_address_without_password(cls, url: str) -> str:
         if without_passwords(url) != url:
             raise ValueError("it has a password or a token, which run.json would show; use key_variable")
+        try:
+            parts = urlsplit(url)
+            is_whole = bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_whole = False
+        if not is_whole:
+            raise ValueError(f"{url} is no address, such as http://host:8000/v1")
         return url.rstrip("/")
 
     @field_validator("template")

@@ -340,7 +340,8 @@ def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> st
     further = (problem.columns, problem.source, messages_of(problem, config))
     answer = ScoreRequest(problem.question, problem.answer, problem.answer, "stop", *further)
     (verdict,) = verifier.main.verify([answer])
-    if verdict.outcome not in ("timeout", "crashed"):
+    # A judge whose reply has no score may have no room for it, or another form.
+    if verdict.outcome not in ("timeout", "crashed") and not (verdict.outcome == "unparsed" and verdict.judgements):
         return None
     setting = config.verifier_settings[problem.source]
     if (invalid := InvalidReply.read(verdict.detail)) is not None:

@@ -132,7 +132,7 @@ class Judge(ConcurrentVerifier):
                     response = await self._client.post("chat/completions", json=body)
             except TimeoutError:
                 outcome, detail = "timeout", f"no reply after {seconds:g} s"
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 outcome, detail = "crashed", f"{type(error).__name__}: {first_line(error)}"
             else:
                 if response.is_success:

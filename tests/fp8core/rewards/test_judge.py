@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from fp8core.config.load import load_config
 from fp8core.config.reward import RewardConfig
 from fp8core.config.run import own_code
+from fp8core.data.prompt import problem
+from fp8core.data.source import failed_answer
 from fp8core.errors import UserError
 from fp8core.rewards import judge
 from fp8core.rewards.scorer import ScoreRequest
@@ -112,10 +114,19 @@ def test_a_server_that_refuses_all_is_one_line_without_the_key(server, monkeypat
         UserError, match=r"^reward.verifier=judge: http://no.invalid/v1 does not answer: ConnectError: "
     ):
         asked(server, ["x"], url="http://no.invalid/v1")
-    for value, problem in (("", "is not set"), (f"{KEY}\u00e9", "holds what no key has")):
+    for value, fault in (("", "is not set"), (f"{KEY}\u00e9", "holds what no key has")):
         monkeypatch.setenv("JUDGE_KEY", value)
-        with pytest.raises(UserError, match=f"^reward.options.key_variable=JUDGE_KEY: the .* variable {problem}$"):
+        with pytest.raises(UserError, match=f"^reward.options.key_variable=JUDGE_KEY: the .* variable {fault}$"):
             asked(server, ["x"])
+
+
+def test_a_reply_without_a_score_about_the_first_reference_is_told(server):
+    server.reply = lambda text, before: "Well" if "3" in text else "Score: 0"
+    config = load_config("tiny", {"reward": {"verifier": "judge", "options": options(server)}})
+    with closing(build_verifier(config.reward)) as verifier:
+        assert failed_answer(problem("1+1=", "2"), config, verifier) is None
+        told = failed_answer(problem("1+2=", "3"), config, verifier)
+    assert told.endswith("where a completion is the reference of the first problem: no score in 'Well'")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +137,7 @@ def test_a_server_that_refuses_all_is_one_line_without_the_key(server, monkeypat
         ({"pattern": "("}, "pattern: no regular expression"),
         ({"lowest": 1}, "lowest=1 is not below highest=1"),
         ({"right_from": 2}, "right_from=2 is not from 0 to 1"),
+        ({"url": "http://host:99999/v1"}, "url: http://host:99999/v1 is no address"),
         ({"url": "https://me:pw@host/v1"}, "url: it has a password or a token"),
         ({"key_variable": "sk-123"}, "key_variable: it is no name of an environment variable"),
         ({"retry": 3}, "retry: unknown key; did you mean retries"),
