@@ -8,13 +8,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from fp8core.config.cluster import ClusterConfig
 from fp8core.config.data import Data, DataConfig, SourceConfig, data_key
 from fp8core.config.engines import SglangConfig, VllmConfig
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
+from fp8core.config.model import ArchitectureConfig, WarmStartConfig
 from fp8core.config.parity import ParityConfig
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
@@ -22,52 +23,12 @@ from fp8core.config.reward import PLACEHOLDER, JudgeOptions, NamedVerifier, Rewa
 from fp8core.config.section import Section, UserPath, UserSource, choice_of
 from fp8core.config.shipped import ENGINES, OPTIMISERS, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS, TRACKERS, is_shipped
 from fp8core.config.steps import Feature
+from fp8core.config.tracking import TrackingConfig
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.errors import without_passwords
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Of a run, which is that of its folder too."""
-
-
-class ArchitectureConfig(Section):
-    """A decoder built from scratch; real checkpoints bring their own config.json."""
-
-    family: str = Field("qwen3", description="Its kind of layers: a file in fp8core/models/families.")
-    hidden_size: int = Field(128, ge=8, le=16384, description="Width of the residual stream.")
-    intermediate_size: int = Field(256, ge=8, le=65536, description="Width of a dense MLP.")
-    num_layers: int = Field(2, ge=1, le=200, description="Transformer layers.")
-    num_heads: int = Field(4, ge=1, le=256, description="Query heads.")
-    num_kv_heads: int = Field(2, ge=1, le=256, description="Key and value heads; divides num_heads.")
-    head_dim: int = Field(32, ge=2, le=512, multiple_of=2, description="Width of an attention head.")
-    tie_embeddings: bool = Field(False, description="The head reuses the embedding.")
-    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary embedding.")
-    max_positions: int = Field(256, ge=8, le=1 << 20, description="Longest prompt with its completion, in tokens.")
-    num_experts: int = Field(0, ge=0, le=4096, description="Experts of a sparse layer; 0 of a dense family.")
-    experts_per_token: int = Field(2, ge=1, le=4096, description="Experts a token goes to.")
-    expert_intermediate_size: int = Field(128, ge=8, le=65536, description="Width of one expert.")
-    normalise_top_k: bool = Field(True, description="The weights of a token's experts sum to 1 (norm_topk_prob).")
-    decoder_sparse_step: int = Field(1, ge=1, le=200, description="Every n-th layer has experts.")
-    mlp_only_layers: list[int] = Field(default_factory=list, description="Layers that are dense all the same.")
-
-    @model_validator(mode="after")
-    def _sizes_agree(self) -> "ArchitectureConfig":
-        if self.num_experts and self.experts_per_token > self.num_experts:
-            raise ValueError(f"experts_per_token={self.experts_per_token} exceeds num_experts={self.num_experts}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        return self
-
-
-class WarmStartConfig(Section):
-    """Supervised warm start before GRPO, on demonstrations of the chain task or of your own."""
-
-    demonstrations: UserSource | None = Field(None, min_length=1, description="A .jsonl file; null: the chain task's.")
-    completion_field: str = Field("completion", min_length=1, description="Field of the demonstrated completion.")
-    steps: int = Field(600, ge=1, le=1_000_000, description="Supervised updates before step 0.")
-    batch_size: int = Field(128, ge=1, le=65536, description="Demonstrations of one update.")
-    learning_rate: float = Field(2e-3, gt=0, le=1, description="A checkpoint takes about 1e-5.")
-    step_by_step_share: float = Field(0.4, ge=0, le=1, description="Share of demonstrations that show all steps.")
-    tool_share: float = Field(0, ge=0, le=1, description="Share that calls environment.name=calculator.")
 
 
 class RefillConfig(Section):
@@ -166,34 +127,6 @@ class ReplayConfig(Section):
     )
     relative: float = Field(0.05, ge=0, le=1, description="Of tolerant: largest relative difference of a metric.")
     absolute: float = Field(0.01, ge=0, le=1, description="Of tolerant: differences below this always pass.")
-
-
-_STORE = re.compile(r"https?://[^/]|(sqlite|postgresql|mysql|mssql)(\+\w+)?://.|databricks")
-
-
-class TrackingConfig(Section):
-    """Services that show a run. `tracking: [mlflow, wandb]` is short for its `services`."""
-
-    services: tuple[Annotated[str, choice_of(TRACKERS, "TRACKER")], ...] = Field(
-        ("mlflow",), description=f"Any of {', '.join(TRACKERS)}, or a `module:TRACKER` of your own."
-    )
-    uri: str | None = Field(
-        None, description="MLflow's server or store; null: MLFLOW_TRACKING_URI, else sqlite beside the runs."
-    )
-    experiment: str = Field("fp8-grpo", min_length=1, description="MLflow's experiment, W&B's project.")
-    system_metrics: bool = Field(True, description="Log the load of CPU, memory, disk and GPUs (system/...).")
-
-    @field_validator("uri")
-    @classmethod
-    def _names_a_store(cls, uri: str | None) -> str | None:
-        if uri is not None and not _STORE.match(uri):
-            raise ValueError("expected http(s)://HOST, sqlite:///FILE, postgresql://..., mysql://..., mssql://...")
-        return uri
-
-    @field_serializer("uri")
-    def _without_password(self, uri: str | None) -> str | None:
-        # A dump goes to run.json, to MLflow and to reports.
-        return None if uri is None else without_passwords(uri)
 
 
 class RunConfig(Section):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from fp8core.config.run import RunConfig, WarmStartConfig
+from fp8core.config.model import WarmStartConfig
+from fp8core.config.run import RunConfig
 from fp8core.data.chain import EOS, ChainSource, Demonstration, running_values, tool_call
 from fp8core.data.mixed import MixedSource
 from fp8core.data.prompt import PromptSource, encode_prompt

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8core.config.run import ArchitectureConfig
+from fp8core.config.model import ArchitectureConfig
 from fp8core.config.section import suggestion
 from fp8core.durable import make_folder, sync_path, write_problem
 from fp8core.errors import UserError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8core import durable
 from fp8core.config.derived import sft_training
-from fp8core.config.run import WarmStartConfig
+from fp8core.config.model import WarmStartConfig
 from fp8core.config.training import OptimiserConfig, TrainingConfig
 from fp8core.data.demonstrations import (
     TokenisedDemonstration,

@@ -21,7 +21,8 @@ from fp8core.cluster.worker_group import Call, Handle
 from fp8core.cluster.workers import Cluster as RemoteCluster
 from fp8core.cluster.workers import RemoteSft
 from fp8core.config.load import load_config
-from fp8core.config.run import RunConfig, WarmStartConfig
+from fp8core.config.model import WarmStartConfig
+from fp8core.config.run import RunConfig
 from fp8core.data.demonstrations import TokenisedDemonstration
 from fp8core.errors import MemberLost, UserError
 from fp8core.models.checkpoint import find_checkpoint, save_checkpoint

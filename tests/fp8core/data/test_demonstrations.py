@@ -3,7 +3,7 @@ import json
 import pytest
 
 from fp8core.config.load import load_config
-from fp8core.config.run import WarmStartConfig
+from fp8core.config.model import WarmStartConfig
 from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.prompt import encode_prompt
 from fp8core.data.source import read_file

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from fp8core.config.run import WarmStartConfig
+from fp8core.config.model import WarmStartConfig
 from fp8core.data.demonstrations import TokenisedDemonstration
 from fp8core.run.start import ReferenceSftTrainer, train_on_demonstrations
 
