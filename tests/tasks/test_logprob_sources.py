@@ -81,6 +81,8 @@ def test_later_passes_leave_the_rollout_policy_behind_and_no_bound_minds(run_of)
         assert found["alignment/token_mult_prob_error"] == 1
         assert found["train/first_ratio_deviation"] == 0
     assert max(scored.metric("train/last_ratio_deviation").values()) > 0
+    one_pass = run_of("training")
+    assert "last_ratio_deviation" not in one_pass.store.get_json(one_pass.ledger.artifacts(1)["train_report"])
 
 
 def test_metrics_are_those_of_the_tokens_that_were_compared(scored, whole_run):
