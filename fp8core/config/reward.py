@@ -38,7 +38,7 @@ class JudgeOptions(Section):
     model: str = Field(min_length=1, description="The server's name of the model.")
     template: str = Field(description="The message; {question}, {answer}, {completion} and data.columns are replaced.")
     pattern: str = Field(
-        r"(?i)score\W*(-?\d+(?:\.\d+)?)", description="Regular expression; its group in the last match is the score."
+        r"(?i)score\W*?(-?\d+(?:\.\d+)?)", description="Regular expression; its group in the last match is the score."
     )
     lowest: float = Field(0.0, description="Lowest score; a lower one is `unparsed`.")
     highest: float = Field(1.0, description="Highest score; a higher one is `unparsed`.")

@@ -60,6 +60,7 @@ def test_a_request_has_the_fields_of_the_row_and_the_key(server):
         ("score 3, no: **Score**: 8.5", 0.85, "right", ""),
         ("Score: 4\nwrong unit", 0.4, "wrong", "score 4: Score: 4 wrong unit"),
         ("Score: 11", 0.0, "unparsed", "11 is not a score: Score: 11"),
+        ("Score: -1", 0.0, "unparsed", "-1 is not a score: Score: -1"),
         ("I cannot say.", 0.0, "unparsed", "no score in 'I cannot say.'"),
         (f"Score: 4 for {KEY}", 0.4, "wrong", "score 4: Score: 4 for ***"),
     ],

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from judge_server import judge_server
+from judge_server import judge_server, tenths
 
 from flows.cli import main
 from fp8core.errors import UserError
@@ -57,6 +57,16 @@ def test_a_replay_asks_nobody_and_no_file_has_the_key(loop_run, server, monkeypa
     assert [verdict.outcome for verdict in run.replayed(range(3))] == ["equal"] * 3
     assert len(server.bodies) == before
     assert main(["verify", str(run.folder)]) == 0
+
+
+def test_replies_about_groups_that_are_generated_again_are_recorded_too(loop_run, server):
+    server.reply = lambda text, before: f"Score: {int(tenths(text)[-1] in '01')}"
+    refill = {"rollout.refill": {"max_batches": 3}, "rollout.group_size": 4}
+    run = loop_run("refilled", steps=2, reward=reward(server), **refill)
+    assert run.store.get_table(run.ledger.artifacts(2)["dropped"]).num_rows
+    before = len(server.bodies)
+    assert [verdict.outcome for verdict in run.replayed(range(1, 3))] == ["equal"] * 2
+    assert len(server.bodies) == before
 
 
 def test_an_episode_ends_by_a_judge(loop_run, server, digits):
