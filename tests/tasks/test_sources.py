@@ -17,7 +17,10 @@ def even(prompt, completion, answer, finish, base=0.0):
 """
 MODES = {
     "synchronous": {},
-    "one_step_off": {"pipeline.mode": "one_step_off"},
+    "one_step_off": {
+        "pipeline.mode": "one_step_off",
+        "reward.others": [{"name": "digit", "verifier": "chain", "weight": 0.0}],
+    },
     "asynchronous": {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 3},
     "refill": {"rollout.refill.max_batches": 3, "rollout.retire_after": 1},
     "environment": {
