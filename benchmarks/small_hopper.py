@@ -15,6 +15,7 @@ whose policy may call the calculator, has an error of exactly 1 and learns to ca
 was written down before for `fp8_end_to_end_kv_tools_asynchronous`, whose tokens are up to two versions old.
 `fp8_end_to_end_kv_turns` answers ten questions in ten turns or more: predicted are an error of exactly 1 in every step,
 no token that differs, 9.9 turns an episode, and a held-out reward that goes from 0.4 to 0.9 in 40 steps.
+`fp8_end_to_end_kv_top_p` samples with top-p 0.95: an error of exactly 1, and less entropy than without.
 """
 
 import argparse
@@ -56,6 +57,7 @@ NAMES = {
     "fp8_end_to_end_kv_tools": "fp8-end-to-end-kv",
     "fp8_end_to_end_kv_tools_asynchronous": "fp8-end-to-end-kv",
     "fp8_end_to_end_kv_turns": "fp8-end-to-end-kv",
+    "fp8_end_to_end_kv_top_p": "fp8-end-to-end-kv",
     "bf16_megatron": "bf16",
     "fp8_end_to_end_megatron": "fp8-end-to-end",
 }
@@ -101,6 +103,7 @@ _CHANGED: Mapping[str, Mapping[str, Any]] = {
     "fp8_end_to_end_kv_tools": _TOOLS,
     "fp8_end_to_end_kv_tools_asynchronous": _TOOLS | _AHEAD,
     "fp8_end_to_end_kv_turns": _TURNS,
+    "fp8_end_to_end_kv_top_p": {"rollout.top_p": 0.95},
     "bf16_megatron": _MEGATRON,
     "fp8_end_to_end_megatron": {**_MEGATRON, "precision.scale_rule": "pow2"},
 }

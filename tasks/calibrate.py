@@ -33,6 +33,6 @@ def calibrate(
         if rollouts is None:
             raise UserError("calibration.source=fresh_pass needs the rollouts: add them to the needs of calibrate")
         table = store.get_table(rollouts, ["prompt_tokens", "tokens"])
-        current = run.trainer.statistics(token_batch(table)).amax()
+        current = run.trainer.statistics(token_batch(table, run.config)).amax()
     amax = average_amax(previous, current, run.config.calibration.average)
     return {"next_scales": store_scales(run, version, amax)}

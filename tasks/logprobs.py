@@ -17,6 +17,6 @@ def logprobs(
     trainer = trainer_of_policy(run, policy)
     table = run.store.get_table(rollouts, SCORED_COLUMNS)
     current = read_scales(run, scales)
-    batch = policy_batch(table)
+    batch = policy_batch(table, run.config)
     score = trainer.logprobs(batch, run.config.rollout.temperature, current.layers)
     return stored_scores(run, trainer.version, table, score)

@@ -21,6 +21,7 @@ def reference(
     run.sleep_engine()
     trainer = reference_trainer(run, reference_policy)
     table = run.store.get_table(rollouts, SCORED_COLUMNS)
-    score = trainer.logprobs(token_batch(table), run.config.rollout.temperature, read_scales(run, scales).layers)
+    batch = token_batch(table, run.config)
+    score = trainer.logprobs(batch, run.config.rollout.temperature, read_scales(run, scales).layers)
     trainer.rest()
     return {"reference": run.store.put_table("logprobs", logprob_table(table, score))}

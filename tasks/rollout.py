@@ -95,7 +95,7 @@ def behaviour_table(run: StepContext, index: int, rollouts: pa.Table, rows: Sequ
     rows_to_verify = verified_rows(run, index, pad_column(rollouts["written"], torch.bool, False))
     versions = pad([rows[i].versions for i in rows_to_verify], torch.int64, -1)
     sample_table = rollouts.take(rows_to_verify)
-    score = behaviour_logprobs(run, token_batch(sample_table), versions)
+    score = behaviour_logprobs(run, token_batch(sample_table, run.config), versions)
     if run.config.logprobs.source == "rollout":
         for row, ours in zip(sample_table.to_pylist(), score[0], strict=True):
             theirs = torch.tensor(row["logprobs"])

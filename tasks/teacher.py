@@ -17,7 +17,8 @@ def teacher(run: StepContext, index: int, options: NoOptions, rollouts: Ref) -> 
     store = run.store
     settings = run.config.loss.distillation
     table = store.get_table(rollouts, SCORED_COLUMNS)
-    score = run.workers.teacher.logprobs(token_batch(table), run.config.rollout.temperature, ())
+    batch = token_batch(table, run.config)
+    score = run.workers.teacher.logprobs(batch, run.config.rollout.temperature, ())
     run.workers.teacher.rest()
     checkpoint = {
         "model": settings.teacher,

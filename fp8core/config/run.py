@@ -26,6 +26,7 @@ from fp8core.config.steps import Feature
 from fp8core.config.tracking import TrackingConfig
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.errors import without_passwords
+from fp8core.numerics.truncation import Truncation
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Of a run, which is that of its folder too."""
@@ -57,6 +58,18 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt: the group of GRPO.")
     max_new_tokens: int = Field(16, ge=1, le=1 << 20, description="Longest completion, in tokens.")
     temperature: float = Field(1.0, ge=1e-6, le=10, description="Of sampling; logits are divided by it.")
+    top_k: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 24,
+        description="Sample from the k likeliest tokens, and those as likely as the last; null: all.",
+    )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the likeliest tokens that have this probability together; 1: all."
+    )
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="Sample from tokens that have this share of the largest probability; 0: all."
+    )
     max_batch: int = Field(256, ge=1, le=65536, description="Sequences that one engine decodes together.")
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list,
@@ -66,6 +79,11 @@ class RolloutConfig(Section):
     router_replay: bool = Field(False, description="Train with the experts that the rollout chose.")
     vllm: VllmConfig = Field(default_factory=VllmConfig, description="Of engine=vllm.")
     sglang: SglangConfig = Field(default_factory=SglangConfig, description="Of engine=sglang.")
+
+    @property
+    def truncation(self) -> Truncation | None:
+        cut = Truncation(self.top_k, self.top_p, self.min_p)
+        return None if cut == Truncation() else cut
 
     @property
     def drawn_prompts(self) -> int:

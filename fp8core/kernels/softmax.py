@@ -11,6 +11,7 @@ from torch import Tensor
 _BLOCK = 8192
 _WARPS = 8
 _ALIGNED = 4
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
 _OPTIONS = {"num_warps": _WARPS, "enable_fp_fusion": False}
 
 
@@ -29,7 +30,8 @@ def _statistics_kernel(
     start, size = _place(row, pitch, vocabulary, aligned)
     at = tl.arange(0, block)
     x = tl.load(logits + start + at, mask=at < size, other=float("-inf")) * inverse
-    high = tl.max(x, 0)
+    # A number also where a block has no token that is possible: -inf less itself is NaN.
+    high = tl.maximum(tl.max(x, 0), _LOWEST)
     exponentials = tl.exp(x - high)
     total_now = tl.sum(exponentials, 0)
     # Where x is -inf its exponential is 0, and so is the product that it would make NaN.

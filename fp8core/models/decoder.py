@@ -127,7 +127,7 @@ class Decoder:
         response_mask = batch.response_mask[:, 1:]
         states = hidden[:, :-1][response_mask]
         targets = batch.tokens[:, 1:][response_mask]
-        return token_logprobs(states, weights.head, self.formats.head, targets, temperature)
+        return token_logprobs(states, weights.head, self.formats.head, targets, temperature, batch.truncation)
 
     def rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self._cos[positions][:, None], self._sin[positions][:, None]

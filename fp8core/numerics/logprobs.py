@@ -1,7 +1,8 @@
 """Logits and log-probabilities that do not depend on the batch they are computed in.
 
 The head multiplies BF16 hidden states by BF16 weights on fixed-point grids (`gemm.align_rows`). So FP32 logits are
-equal for any batch; the normaliser is a sum of fixed-point numbers. Temperature divides the logits.
+equal for any batch; the normaliser is a sum of fixed-point numbers. Temperature divides the logits; tokens outside of a
+support (`numerics.support`) have logits of -inf, no part in entropy and no gradient.
 
 `chunked_logprobs` runs over the tokens in chunks, forward and backward, and never holds the logits of all."""
 
@@ -15,8 +16,12 @@ from torch import Tensor
 from fp8core.numerics.dispatch import with_kernel
 from fp8core.numerics.elementwise import to_fixed_point
 from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits
+from fp8core.numerics.support import truncated
+from fp8core.numerics.truncation import Truncation
 
 _SUM_BITS = 34
+# For -inf in a product with a probability of 0; no log-prob of FP32 logits is so low.
+_LOWEST = -1e60
 # Aligned together: pieces stay in the cache.
 _HEAD_ROWS = 256
 
@@ -70,7 +75,7 @@ def token_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tup
     """Log-prob of each target, int64 [tokens], and entropy of each distribution; FP32 [tokens]."""
     logp = log_softmax(logits, temperature)
     target_logprobs = logp.gather(-1, targets[:, None]).squeeze(-1).float()
-    return target_logprobs, -(logp.exp() * logp).sum(-1).float()
+    return target_logprobs, -(logp.exp() * logp.clamp_min_(_LOWEST)).sum(-1).float()
 
 
 @with_kernel("softmax")
@@ -92,6 +97,7 @@ def logit_slopes(
     flatter = None
     if grad_entropy is not None:
         p = logp.exp()
+        logp.clamp_min_(_LOWEST)
         negative_entropy = (p * logp).sum(-1, keepdim=True)
         flatter = p.mul_((logp - negative_entropy).mul_(-grad_entropy[:, None]))
     if grad is None:
@@ -113,22 +119,27 @@ class ChunkedHead(ABC):
     chunk_elements = 1 << 27
     partial_dtype: torch.dtype | None = None
 
-    def __init__(self, weight: Tensor, temperature: float) -> None:
+    def __init__(self, weight: Tensor, temperature: float, truncation: Truncation | None = None) -> None:
         self.weight = weight
         self.temperature = temperature
+        self._truncation = truncation
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 [tokens, vocabulary]."""
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_statistics(self.logits(hidden), targets, self.temperature)
+        return token_statistics(self._support_logits(hidden, targets), targets, self.temperature)
 
     def slopes(
         self, hidden: Tensor, targets: Tensor, entropy: Tensor, gradients: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
         """As `logit_slopes`, in the format of the products."""
-        return logit_slopes(self.logits(hidden), targets, entropy, self.temperature, gradients, self.weight.dtype)
+        logits = self._support_logits(hidden, targets)
+        return logit_slopes(logits, targets, entropy, self.temperature, gradients, self.weight.dtype)
+
+    def _support_logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return truncated(self.logits(hidden), self.temperature, self._truncation, targets)
 
     @abstractmethod
     def add_weight_gradient(self, total: Tensor, slopes: Tensor, hidden: Tensor) -> None:
@@ -195,8 +206,10 @@ def chunked_logprobs(
 class ExactHead(ChunkedHead):
     chunk_elements = 1 << 24
 
-    def __init__(self, head: HeadWeight, form: HeadFormat, temperature: float) -> None:
-        super().__init__(head.values, temperature)
+    def __init__(
+        self, head: HeadWeight, form: HeadFormat, temperature: float, truncation: Truncation | None = None
+    ) -> None:
+        super().__init__(head.values, temperature, truncation)
         self._head = head
         self._form = form
 
@@ -214,10 +227,15 @@ class ExactHead(ChunkedHead):
 
 
 def token_logprobs(
-    hidden: Tensor, head: HeadWeight, form: HeadFormat, targets: Tensor, temperature: float
+    hidden: Tensor,
+    head: HeadWeight,
+    form: HeadFormat,
+    targets: Tensor,
+    temperature: float,
+    truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`chunked_logprobs` of FP32 hidden states; gradients reach `head.master`."""
-    return chunked_logprobs(hidden, head.master, ExactHead(head, form, temperature), targets)
+    return chunked_logprobs(hidden, head.master, ExactHead(head, form, temperature, truncation), targets)
 
 
 def _chunks(head: ChunkedHead, tokens: int) -> list[slice]:

@@ -22,6 +22,7 @@ from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits, fp32
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.recipe import TILE
+from fp8core.numerics.truncation import Truncation
 
 # Keys of one sequence then lie in pages as in a paged cache, and decode kernels can read them where they are.
 PAGE = 16
@@ -176,8 +177,10 @@ def head_logits(hidden: Tensor, weight: Tensor, output: torch.dtype = torch.floa
 class PackedHead(ChunkedHead):
     """BF16 weights [vocabulary, hidden], whose gradients are FP32 sums."""
 
-    def __init__(self, weight: Tensor, output: torch.dtype, temperature: float) -> None:
-        super().__init__(weight, temperature)
+    def __init__(
+        self, weight: Tensor, output: torch.dtype, temperature: float, truncation: Truncation | None = None
+    ) -> None:
+        super().__init__(weight, temperature, truncation)
         self._output = output
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from fp8core.numerics.truncation import Truncation
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -27,12 +29,14 @@ class TokenBatch:
         valid: bool [B, T], False on padding.
         response_mask: bool [B, T], True after the prompt; never in column 0. Demonstrations: on the tokens to learn.
         experts: int16 [B, T, sparse layers, k] to replay, -1 where the router is to choose; None without replay.
+        truncation: of the distributions that completions are sampled from, and scored under.
     """
 
     tokens: Tensor
     valid: Tensor
     response_mask: Tensor
     experts: Tensor | None = None
+    truncation: Truncation | None = None
 
     @classmethod
     def of(
@@ -40,6 +44,7 @@ class TokenBatch:
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
         experts: Sequence[Tensor] | None = None,
+        truncation: Truncation | None = None,
     ) -> "TokenBatch":
         """From token ids per row, at least one in each; `experts`: as in `rollout.engine.Completion`, by row."""
         rows = [list(prompt) + list(completion) for prompt, completion in zip(prompts, completions, strict=True)]
@@ -50,7 +55,7 @@ class TokenBatch:
         assert int(starts.min()) > 0, "an empty prompt"
         valid = columns < lengths
         routes = None if experts is None else _pad_experts(experts, tokens.shape[1])
-        return cls(tokens, valid, valid & (columns >= starts), routes)
+        return cls(tokens, valid, valid & (columns >= starts), routes, truncation)
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[Sequence[int]]) -> "TokenBatch":
@@ -78,7 +83,7 @@ class TokenBatch:
     def part(self, rows: slice | list[int], length: int | None = None) -> "TokenBatch":
         tokens, valid, response_mask = (x[rows, :length] for x in (self.tokens, self.valid, self.response_mask))
         experts = None if self.experts is None else self.experts[rows, :length]
-        return TokenBatch(tokens, valid, response_mask, experts)
+        return TokenBatch(tokens, valid, response_mask, experts, self.truncation)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from fp8core.models.weights import Formats, PolicyWeights, PreparedWeights, load
 from fp8core.numerics.attention import FP8_CACHE_FORMS
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import greedy, log_softmax, sample, uniform
+from fp8core.numerics.support import truncated
 from fp8core.resources.memory import EMULATED, Device, EngineMemory, Need, emulated_bytes, engine_weights
 from fp8core.rollout.engine import (
     Completion,
@@ -198,7 +199,7 @@ class EmbeddedEngine:
         assert self._weights is not None
         temperature = sampling.temperature or 1.0
         logits = self._decoder.formats.head.logits(hidden, self._weights.head)
-        logprobs = log_softmax(logits, temperature)
+        logprobs = log_softmax(truncated(logits, temperature, sampling.truncation), temperature)
         numbers = uniform(seeds, places)
         tokens = greedy(logprobs) if sampling.temperature == 0 else sample(logprobs, numbers)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1).float()
@@ -295,4 +296,5 @@ ENGINE = EngineEntry(
     memory=_memory,
     arithmetic=lambda config: "exact",
     continues=lambda config: "equal",
+    truncates=True,
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8core.environments.protocol import TurnRecord
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.truncation import Truncation
 from fp8core.rewards.scorer import Key
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec
 
@@ -70,6 +71,7 @@ class Sampling:
     max_new_tokens: int
     stop_ids: frozenset[int]
     report_experts: bool = False
+    truncation: Truncation | None = None
 
 
 Finish = Literal["stop", "length", "stop_string", "open", "turns", "observation"]
@@ -181,7 +183,8 @@ class RolloutEngine(Protocol):
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]: ...
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
-        """FP32 log-prob (nats) of every probe's target, by the passes that generate; a row for each engine."""
+        """FP32 log-prob (nats) of every probe's target in the whole distribution, by the passes that generate; a row
+        for each engine."""
         ...
 
     def update(self, tensors: Any, scales: PolicyScales, version: int) -> SyncReport:

@@ -394,11 +394,13 @@ class EpisodePlayer:
 
     def sampling(self) -> Sampling:
         rollout = self.config.rollout
-        return Sampling(rollout.temperature, rollout.max_new_tokens, self.tokenizer.eos_ids)
+        eos_ids = self.tokenizer.eos_ids
+        return Sampling(rollout.temperature, rollout.max_new_tokens, eos_ids, truncation=rollout.truncation)
 
     def evaluation_sampling(self, temperature: float) -> Sampling:
         """At a temperature of the evaluation's own; 0 is greedy."""
-        return Sampling(temperature, self.config.rollout.max_new_tokens, self.tokenizer.eos_ids)
+        truncation = self.config.rollout.truncation if temperature else None
+        return replace(self.sampling(), temperature=temperature, truncation=truncation)
 
     def play(
         self,

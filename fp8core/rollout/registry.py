@@ -54,6 +54,7 @@ class EngineEntry:
         arithmetic: `exact` as the exact trainer, `kernels` as the packed one, `own` as neither.
         products: those of DeepGEMM, whose kernels `fp8-grpo compile` builds.
         continues: after `PromptGroup.prefix_tokens`: `equal` with the tokens of one go, `anew` with others.
+        truncates: whether it samples with `Sampling.truncation`.
         own_process: whether each training needs a new process, because its libraries read the environment once.
         stock: settings with which it runs its own model.
     """
@@ -73,6 +74,7 @@ class EngineEntry:
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = nothing
     continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
     sleeps: Callable[["RunConfig"], bool] = lambda config: False
+    truncates: bool = False
     own_process: bool = False
     stock: Mapping[str, str] = field(default_factory=dict)
 

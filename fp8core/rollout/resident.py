@@ -17,6 +17,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of, hex_digits
+from fp8core.numerics.truncation import Truncation
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import (
     Completion,
@@ -47,6 +48,7 @@ class Request(NamedTuple):
     prefix_length: int = 0
     stop_ids: frozenset[int] = frozenset()
     target: int | None = None
+    truncation: Truncation | None = None
 
 
 class Output(NamedTuple):
@@ -147,7 +149,7 @@ class ResidentEngine(ABC):
             # Release the shared policy, which torch caches: a long-lived allocation inside this block, like a workspace
             # of cuBLAS, would pin all of it.
             torch.cuda.empty_cache()
-        self._begin(sampling.temperature or 1.0)
+        self._begin(sampling.temperature or 1.0, sampling.truncation)
         return ResidentSession(self, sampling)
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
@@ -155,7 +157,7 @@ class ResidentEngine(ABC):
         assert self._complete, "update() comes before score(), also after sleep()"
         logprobs = [nan] * len(probes)
         waiting = {next(self._numbers): i for i in range(len(probes))}
-        self._begin(temperature)
+        self._begin(temperature, None)
         try:
             requests = (Request(probe.context, temperature, target=probe.target) for probe in probes)
             self._submit(dict(zip(waiting, requests, strict=True)))
@@ -247,7 +249,7 @@ class ResidentEngine(ABC):
     def _fall_asleep(self) -> None: ...
 
     @abstractmethod
-    def _begin(self, temperature: float) -> None: ...
+    def _begin(self, temperature: float, truncation: Truncation | None) -> None: ...
 
     @abstractmethod
     def _submit(self, requests: Mapping[int, Request]) -> None: ...
@@ -289,7 +291,13 @@ class ResidentSession(Session):
         max_tokens = group.max_tokens_of(i, sampling.max_new_tokens)
         prefix_length = len(group.prefix_of(i))
         return Request(
-            group.context(i), sampling.temperature, max_tokens, group.seeds[i], prefix_length, sampling.stop_ids
+            group.context(i),
+            sampling.temperature,
+            max_tokens,
+            group.seeds[i],
+            prefix_length,
+            sampling.stop_ids,
+            truncation=sampling.truncation,
         )
 
     def _completion(self, output: Output, group: PromptGroup, i: int) -> Completion:

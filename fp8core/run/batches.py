@@ -98,15 +98,16 @@ def compared_rows(config: RunConfig, index: int, policy_mask: Tensor) -> Tensor:
     return rows
 
 
-def token_batch(rollouts: pa.Table) -> TokenBatch:
-    return TokenBatch.of(rollouts["prompt_tokens"].to_pylist(), rollouts["tokens"].to_pylist())
+def token_batch(rollouts: pa.Table, config: RunConfig) -> TokenBatch:
+    prompts, completions = (rollouts[name].to_pylist() for name in ("prompt_tokens", "tokens"))
+    return TokenBatch.of(prompts, completions, truncation=config.rollout.truncation)
 
 
-def policy_batch(rollouts: pa.Table) -> TokenBatch:
+def policy_batch(rollouts: pa.Table, config: RunConfig) -> TokenBatch:
     """With the experts to replay; reference and teacher choose their own."""
     prompts, completions = (rollouts[name].to_pylist() for name in ("prompt_tokens", "tokens"))
     experts = routes(rollouts["experts"]) if "experts" in rollouts.column_names else None
-    return TokenBatch.of(prompts, completions, experts)
+    return TokenBatch.of(prompts, completions, experts, config.rollout.truncation)
 
 
 def logprob_table(rollouts: pa.Table, score: ScoredBatch) -> pa.Table:
@@ -140,7 +141,7 @@ def rollout_batch(
     policy_mask = pad_column(rollouts["written"], torch.bool, False)
     turns = signals.get("turns")
     return RolloutBatch(
-        sequences=policy_batch(rollouts),
+        sequences=policy_batch(rollouts, config),
         policy_mask=policy_mask,
         rollout_logprobs=logprob_tensor(rollouts),
         old_logprobs=None if old is None else logprob_tensor(old),

@@ -252,4 +252,4 @@ def _batch(config: RunConfig, arch: Architecture, tokens: int) -> TokenBatch:
     """Equal rows that fill one pack: a prompt of one token, the rest written."""
     length = min(_SEQUENCE, longest_sequence(config, arch))
     rows = max(1, tokens // packed_length(length))
-    return TokenBatch.of([[0]] * rows, [[0] * (length - 1)] * rows)
+    return TokenBatch.of([[0]] * rows, [[0] * (length - 1)] * rows, truncation=config.rollout.truncation)

@@ -65,7 +65,8 @@ def measure_gap(
             completions += part
             tell_progress(len(completions), count)
     ordered_completions = sorted(completions, key=lambda completion: completion.group)
-    batch = TokenBatch.of(tokens, [completion.tokens for completion in ordered_completions])
+    answers = [completion.tokens for completion in ordered_completions]
+    batch = TokenBatch.of(tokens, answers, truncation=sampling.truncation)
     ours = torch.tensor(
         [logprob for completion in ordered_completions for logprob in completion.logprobs], dtype=torch.float64
     )

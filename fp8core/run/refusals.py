@@ -69,9 +69,23 @@ def pipeline_of(config: RunConfig) -> StepGraph:
     for other in config.reward.others:
         if find_metric(f"reward/{other.name}").name != VERIFIER_SCORES.name:
             raise UserError(f"reward.others: reward/{other.name} is a metric already; choose another name")
+    _check_truncation(config)
     _check_source(config)
     _check_ahead(config)
     return graph
+
+
+def _check_truncation(config: RunConfig) -> None:
+    rollout = config.rollout
+    sides = {
+        f"rollout.engine={rollout.engine}": engine_entry(config).truncates,
+        f"training.trainer={config.training.trainer}": trainer_of(config.training).truncates,
+    }
+    for setting in (setting for setting, truncates in sides.items() if rollout.truncation and not truncates):
+        raise UserError(
+            f"rollout.top_k={rollout.top_k}, top_p={rollout.top_p:g}, min_p={rollout.min_p:g}: {setting} has whole "
+            "distributions alone (`truncates` of its entry); set them to null, 1 and 0"
+        )
 
 
 def _check_source(config: RunConfig) -> None:

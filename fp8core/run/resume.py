@@ -209,8 +209,9 @@ def behaviour_logprobs(run: StepContext, batch: TokenBatch, versions: Tensor) ->
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     for version, policy in policies.items():
         rows = (versions == version).any(dim=1).nonzero()[:, 0]
-        row_batch = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.response_mask[rows])
-        score = trainer.logprobs_of(policy.tensors, row_batch, run.config.rollout.temperature, policy.scales.layers)
+        score = trainer.logprobs_of(
+            policy.tensors, batch.part(rows.tolist()), run.config.rollout.temperature, policy.scales.layers
+        )
         for into, part in zip(scores, (score.logprobs, score.entropy), strict=True):
             longest = part.shape[1]
             of_version = versions[rows, :longest] == version

@@ -41,6 +41,7 @@ class TrainerEntry:
         arithmetic: `exact`: the operations of the embedded engine. `kernels`: those of the packed kernels, which
             aligned models of engines run too; on a CPU their references. `own`: neither.
         scores_updates: whether it is a `trainer.ScoringTrainer`.
+        truncates: whether it scores with `TokenBatch.truncation`.
         build_sft: a trainer for the warm start; None: the reference decoder makes it, in FP32 (`run.start`).
         check, check_model: why a machine, or a model, does not fit, a message each.
         requirements: what of it is installed, in words; UserError where something is missing.
@@ -68,6 +69,7 @@ class TrainerEntry:
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = nothing
     packs: Callable[["RunConfig", "Architecture"], range] = lambda *_: range(0)
     packages: tuple[str, ...] = ()
+    truncates: bool = True
 
 
 def find_trainer(name: str) -> TrainerEntry:

@@ -32,6 +32,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.attention import HEAD_DIMS
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.fused import static_codes
+from fp8core.numerics.truncation import Truncation
 from fp8core.processes.variables import set_variables
 from fp8core.rollout.engine import Completion
 from fp8core.rollout.vllm.entry import contract_refusals, find_build, model_refusals
@@ -135,6 +136,20 @@ def test_training_scores_the_same_bits(
     groups = [request(i, 1 + 37 * i) for i in range(40)]
     found = completions(engine, groups, temperature)
     assert [done.logprobs for done in found] == scored(trainer, groups, found, temperature)
+
+
+@pytest.mark.parametrize("truncation", [Truncation(top_p=0.95), Truncation(20, 0.9, 0.01)], ids=str)
+def test_training_scores_the_same_bits_in_a_support(
+    engine: Any, trainer: PackedTrainer, truncation: Truncation, temperature: float
+) -> None:
+    """And afterwards in the whole distribution: a session leaves no truncation behind."""
+    groups = [request(i, 1 + 37 * i) for i in range(40)]
+    for cut in (truncation if temperature else None, None):
+        found = completions(engine, groups, temperature, truncation=cut)
+        logprobs = [done.logprobs for done in found]
+        assert logprobs == scored(trainer, groups, found, temperature, cut)
+        is_whole = logprobs == scored(trainer, groups, found, temperature)
+        assert is_whole == (cut is None)
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)

@@ -15,6 +15,7 @@ from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import rollout_formats, stored_weights, training_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.truncation import Truncation
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
@@ -75,15 +76,25 @@ def request(number: int, length: int) -> PromptGroup:
 PROBE = request(0, 4070)
 
 
-def completions(engine: Any, requests: Sequence[PromptGroup], temperature: float, tokens: int = WRITTEN) -> Found:
-    return collect(engine, requests, Sampling(temperature, tokens, frozenset()))
+def completions(
+    engine: Any,
+    requests: Sequence[PromptGroup],
+    temperature: float,
+    tokens: int = WRITTEN,
+    truncation: Truncation | None = None,
+) -> Found:
+    return collect(engine, requests, Sampling(temperature, tokens, frozenset(), truncation=truncation))
 
 
 def scored(
-    trainer: PackedTrainer, requests: Sequence[PromptGroup], found: Found, temperature: float
+    trainer: PackedTrainer,
+    requests: Sequence[PromptGroup],
+    found: Found,
+    temperature: float,
+    truncation: Truncation | None = None,
 ) -> list[list[float]]:
     """The trainer's log-probs of all tokens; at temperature 0 those of 1."""
     tokens = [done.tokens for done in found]
-    batch = TokenBatch.of([list(each.prompt) for each in requests], tokens)
+    batch = TokenBatch.of([list(each.prompt) for each in requests], tokens, truncation=truncation)
     rows = trainer.logprobs(batch, temperature or 1.0, SCALES.layers).logprobs
     return [row[: len(written)].tolist() for row, written in zip(rows, tokens, strict=True)]

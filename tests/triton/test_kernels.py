@@ -39,6 +39,8 @@ from fp8core.numerics.logprobs import drawn_tokens, log_softmax, logit_slopes, t
 from fp8core.numerics.lora import merged_weight
 from fp8core.numerics.recipe import FP32, POW2, RECIPES, AttentionProducts, Recipe
 from fp8core.numerics.rotary import inverse_frequencies
+from fp8core.numerics.support import truncated
+from fp8core.numerics.truncation import Truncation
 
 EPS = 1e-6
 RULES = ["pow2", "fp32"]
@@ -488,3 +490,39 @@ def test_static_codes_are_quotients_rounded_once(device: torch.device, scale: fl
     assert (values.float() / held).abs().max() > 448 or scale > 0.1
     assert torch.equal(found.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
     assert codes_of_scale_tensor(values[:0], held).shape == (0, 1, 128)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Truncation(top_k=1),
+        Truncation(top_k=20),
+        Truncation(top_p=0.95),
+        Truncation(top_p=0.9999999),
+        Truncation(min_p=0.05),
+        Truncation(50, 0.8, 0.001),
+        Truncation(300, 0.3, 0.0),
+        Truncation(top_k=1 << 20),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocabulary", [8192 + 140, 203])
+def test_a_support_has_the_tokens_of_the_reference(device: torch.device, run, vocabulary: int, cut: Truncation) -> None:
+    """Rows that are flat, steep, of one value, rounded to many ties, around 0, and with tokens that are impossible."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(8, vocabulary + 60, generator=generator)
+    wide *= torch.tensor([0.01, 0.5, 3.0, 12.0, 0.0, 2.0, 1.0, 4.0])[:, None]
+    wide[3] += 30
+    wide[5] = wide[5].bfloat16().float().round()
+    wide[7, : vocabulary - 90] = -torch.inf
+    targets = torch.randint(vocabulary - 60, vocabulary, (8,), generator=generator)
+    for temperature in (0.7, 1.0):
+        expected = truncated(wide[:, :vocabulary], temperature, cut, targets)
+        found = run(truncated, wide.to(device)[:, :vocabulary], temperature, cut, targets.to(device))
+        assert torch.equal(found.cpu(), expected)
+    alone = run(truncated, wide.to(device)[2:3, :vocabulary], 1.0, cut)
+    assert torch.equal(alone.cpu(), truncated(wide[2:3, :vocabulary], 1.0, cut))
+    # Where the first block of a row has no token, its statistics have numbers.
+    chosen, entropy = run(token_statistics, found, targets.to(device), 1.0)
+    assert torch.allclose(chosen.cpu(), token_statistics(expected, targets, 1.0)[0], rtol=1e-5, atol=1e-5)
+    assert entropy.isfinite().all()

@@ -20,7 +20,7 @@ from fp8core.numerics.logprobs import token_statistics
 from fp8core.rollout.aligned import AlignedDecoder, decoder_of
 from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.attention import ScaledAttention
-from fp8core.rollout.sglang.sampler import TARGET, TEMPERATURE, SeededSampler, draw_tokens
+from fp8core.rollout.sglang.sampler import TARGET, TEMPERATURE, SeededSampler, draw_tokens, support_logits
 from fp8core.rollout.sglang.settings import BEYOND
 
 
@@ -110,7 +110,7 @@ class AlignedSampler(SeededSampler):
             )
             return tokens
         (temperature,) = {each[TEMPERATURE] for each in parameters}
-        logits = logits.float()
+        logits = support_logits(logits.float(), parameters, temperature or 1.0)
         tokens = logits.argmax(-1) if temperature == 0 else draw_tokens(logits, sampling_info, positions)[0]
         logits_output.next_token_logprobs, _ = token_statistics(logits, tokens, temperature or 1.0)
         if any(TARGET in each for each in parameters):

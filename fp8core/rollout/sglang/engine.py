@@ -19,6 +19,7 @@ from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost
 from fp8core.models.architecture import Architecture
+from fp8core.numerics.truncation import Truncation
 from fp8core.processes.variables import check_variables
 from fp8core.rollout.requirements import EngineBuild
 from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine
@@ -126,7 +127,7 @@ class SglangEngine(ResidentEngine):
             raise EngineUpdateError("SGLang kept its prefix cache: requests are still running")
         self._host.call("release", _SLEEPING)
 
-    def _begin(self, temperature: float) -> None:
+    def _begin(self, temperature: float, truncation: Truncation | None) -> None:
         self._host.send("session")
 
     def _submit(self, requests: Mapping[int, Request]) -> None:
@@ -210,7 +211,11 @@ def _request(request: Request) -> dict[str, Any]:
     # 63 bits of it: SGLang holds seeds as signed integers, and hashes them without a sign.
     seed = request.seed & SEED_BITS
     target = request.target
-    own = {"seed": seed, "temperature": request.temperature} | ({} if target is None else {"target": target})
+    own: dict[str, Any] = {"seed": seed, "temperature": request.temperature}
+    if target is not None:
+        own["target"] = target
+    if request.truncation is not None:
+        own["truncation"] = vars(request.truncation)
     sampling = {
         "temperature": request.temperature,
         "max_new_tokens": request.max_tokens,

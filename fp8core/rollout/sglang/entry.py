@@ -142,6 +142,7 @@ ENGINE = EngineEntry(
     products=_products,
     continues=lambda config: "equal" if config.rollout.sglang.model == "aligned" else "anew",
     sleeps=lambda config: config.rollout.sglang.sleep,
+    truncates=True,
     # Its own model rounds where no points of a contract do.
     stock={"rollout.sglang.model": "stock", "precision.rounding_points": "stepwise"},
 )

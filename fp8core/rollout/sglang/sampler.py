@@ -9,9 +9,12 @@ from torch import Tensor
 
 from fp8core.numerics.logprobs import drawn_tokens
 from fp8core.numerics.packed import copy_to
+from fp8core.numerics.support import truncated
+from fp8core.numerics.truncation import Truncation
 
 SEED = "seed"
 TEMPERATURE = "temperature"
+TRUNCATION = "truncation"
 TARGET = "target"
 """Parameters of a request: of its draws, and of a probe the token whose log-prob it asks for."""
 
@@ -21,6 +24,13 @@ class BringsSeed(CustomLogitProcessor):
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         return logits
+
+
+def support_logits(logits: Tensor, parameters: list[dict[str, Any]], temperature: float) -> Tensor:
+    """Requests that run together have one truncation."""
+    truncation = parameters[0].get(TRUNCATION)
+    assert all(each.get(TRUNCATION) == truncation for each in parameters), "requests of two kinds run together"
+    return truncated(logits, temperature, None if truncation is None else Truncation(**truncation))
 
 
 def draw_tokens(logits: Tensor, sampling_info: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,9 +60,9 @@ class SeededSampler(Sampler):
         needs_truncation = sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling
         assert not needs_truncation, "requests of one kind run together, and of these none is truncated"
         assert not any(top_logprobs_nums), "nobody asks for the most likely ones"
-        tokens, logits_output.next_token_logprobs = draw_tokens(
-            logits_output.next_token_logits.float(), sampling_info, positions
-        )
+        parameters = sampling_info.custom_params
+        logits = support_logits(logits_output.next_token_logits.float(), parameters, parameters[0][TEMPERATURE])
+        tokens, logits_output.next_token_logprobs = draw_tokens(logits, sampling_info, positions)
         return tokens.int()
 
     def _preprocess_logits(self, logits: Tensor, sampling_info: Any) -> Tensor:

@@ -34,6 +34,8 @@ from fp8core.numerics.e4m3 import Codes
 from fp8core.numerics.fused import HeadLayout
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.packed import head_logits
+from fp8core.numerics.support import truncated
+from fp8core.numerics.truncation import Truncation
 from fp8core.rollout.aligned import AlignedDecoder, aligned_recipe, decoder_of
 from fp8core.rollout.vllm import internals
 from fp8core.rollout.vllm.decode import DecodeBackend, SharedKernel, keys_and_values, largest_decode_batch
@@ -148,6 +150,7 @@ register_backend(AttentionBackendEnum.CUSTOM, "fp8core.rollout.vllm.aligned.Alig
 class AlignedForward(AlignedDecoder):
     lm_head: Any
     temperature: float = 1.0
+    truncation: Truncation | None = None
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -178,7 +181,7 @@ class AlignedForward(AlignedDecoder):
         """Log-probs of the distribution that is sampled from, instead of logits: FP32 [tokens, vocabulary]."""
         # The head has rows beyond the vocabulary, which vLLM pads it with.
         logits = self.joined(head_logits(hidden_states, self.lm_head.weight))[:, : self._arch.vocab_size]
-        return log_softmax(logits, self.temperature).float()
+        return log_softmax(truncated(logits, self.temperature, self.truncation), self.temperature).float()
 
     def joined(self, part: Tensor) -> Tensor:
         return part if self._ranks == 1 else internals.gather(part, 1)

@@ -26,6 +26,7 @@ from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
+from fp8core.numerics.truncation import Truncation
 from fp8core.rollout.requirements import EngineBuild
 from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine, kernels_by_type
 from fp8core.rollout.shared_weights import TensorSpec
@@ -158,16 +159,20 @@ class VllmEngine(ResidentEngine):
     def _fall_asleep(self) -> None:
         self._ask(self._llm.sleep, 2)
 
-    def _begin(self, temperature: float) -> None:
+    def _begin(self, temperature: float, truncation: Truncation | None) -> None:
         if self._is_aligned:
-            self.ask_policies("set_temperature", temperature)
+            self.ask_policies("set_distribution", temperature, None if truncation is None else vars(truncation))
 
     def _submit(self, requests: Mapping[int, Request]) -> None:
         for number, request in requests.items():
             target = request.target
+            # The output of an aligned model is tempered, and truncated.
+            cut = (None if self._is_aligned else request.truncation) or Truncation()
             parameters = SamplingParams(
-                # The output of an aligned model is tempered.
                 temperature=1.0 if self._is_aligned and request.temperature > 0 else request.temperature,
+                top_k=cut.top_k or 0,
+                top_p=cut.top_p,
+                min_p=cut.min_p,
                 max_tokens=request.max_tokens,
                 # 63 bits of it: to vLLM -1 means no seed.
                 seed=self._seed(request) & SEED_BITS,

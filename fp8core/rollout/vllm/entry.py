@@ -228,6 +228,7 @@ ENGINE = EngineEntry(
     # vLLM draws by a seed and a position in the aligned model alone.
     continues=lambda config: "equal" if config.rollout.vllm.model == "aligned" else "anew",
     sleeps=lambda config: config.rollout.vllm.sleep,
+    truncates=True,
     own_process=True,
     stock={"rollout.vllm.model": "stock"},
 )

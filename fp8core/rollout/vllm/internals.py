@@ -1,6 +1,6 @@
 """Attributes that vLLM does not publish: they are read, and tensors are filled; no method is replaced."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8core.numerics.recipe import ScaleRule
+from fp8core.numerics.truncation import Truncation
 from fp8core.processes import end_with_parent
 from fp8core.rollout.aligned import NAMES, AlignedDecoder
 from fp8core.rollout.worker_policy import WorkerPolicy
@@ -69,8 +70,9 @@ class VllmPolicy(WorkerPolicy):
     def follow(self, pid: int) -> None:
         end_with_parent.follow(pid)
 
-    def set_temperature(self, temperature: float) -> None:
+    def set_distribution(self, temperature: float, truncation: Mapping[str, Any] | None) -> None:
         self._model.temperature = temperature
+        self._model.truncation = None if truncation is None else Truncation(**truncation)
 
     def describe(self) -> dict[str, Any]:
         model = self._model

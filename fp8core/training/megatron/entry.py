@@ -235,6 +235,8 @@ TRAINER = TrainerEntry(
     build=_build,
     arithmetic="own",
     scores_updates=False,
+    # The head has a part of the vocabulary on each GPU, and a support is of the whole.
+    truncates=False,
     device=lambda _: "cuda",
     requirements=_requirements,
     check=machine_refusals,

@@ -196,7 +196,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         with _determinism(self._config.deterministic):
             hidden = self._hidden(pack, self._attention, scales, statistics)
             # Each written token is predicted by the position before it.
-            head = PackedHead(weights, self._formats.training.head.output, temperature)
+            head = PackedHead(weights, self._formats.training.head.output, temperature, batch.truncation)
             master = self._decoder.head_weight()[0]
             targets = pack.tokens[pack.target_positions]
             logprobs, entropy = chunked_logprobs(hidden[pack.target_positions - 1], master, head, targets)

@@ -61,7 +61,7 @@ class HereEngine(ResidentEngine):
     def _fall_asleep(self) -> None:
         self.log.append("fall asleep")
 
-    def _begin(self, temperature: float) -> None:
+    def _begin(self, temperature: float, truncation: object) -> None:
         self.running: dict[int, Request] = {}
 
     def _submit(self, requests: Mapping[int, Request]) -> None:
