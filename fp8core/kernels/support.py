@@ -63,7 +63,7 @@ def _range_of(
 def _amounts(
     x: tl.tensor, top: tl.tensor, floor: tl.tensor, factor: tl.tensor, min_exponent: tl.tensor, counts: tl.constexpr
 ) -> tl.tensor:
-    """What a token adds to the sum: 1, or its probability in the support so far."""
+    """A token's part of the sum: 1, or its probability in the support so far."""
     if counts:
         amounts = tl.where(x > float("-inf"), 1.0, 0.0).to(tl.float64)
     else:

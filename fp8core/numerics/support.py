@@ -6,9 +6,9 @@ and tokens of equal logits stay or go together, so a support is all logits from 
 - min-p: 2^e >= min_p, where e = (logit - largest logit) * log2(e) / temperature in FP32.
 - top-k: fewer than top_k logits are larger.
 - top-p: the larger logits in the support so far have less than top_p of its probability. A probability is a whole
-  number of 2^-34 of the largest one, by a polynomial in FP32, so sums are exact in any order; top_p is FP32.
+  number of 2^-34 of the largest one, by a polynomial in FP32. So sums are exact in any order. top_p is FP32.
 
-What is left is normalised anew. So a row's result depends on its bytes alone, and is the same on CPU and GPU. Of a
+A softmax over the support has the log-probs. So a row's result depends on its bytes alone, and is the same on CPU and GPU. Of a
 policy that did not sample the token, the support is its own and that token."""
 
 import math

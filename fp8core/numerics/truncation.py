@@ -1,4 +1,4 @@
-"""What `rollout.top_k`, `top_p` and `min_p` leave of a distribution (`numerics.support`). Imports no torch."""
+"""The settings of a support (`numerics.support`). Imports no torch."""
 
 import math
 from dataclasses import dataclass
