@@ -61,10 +61,11 @@ def pipeline_of(config: RunConfig) -> StepGraph:
     if config.loss.distillation.teacher is None and TEACHER in uses:
         raise UserError(f"step {TEACHER}: loss.distillation.teacher names no checkpoint")
     # A step of the user's own may choose, too.
-    if config.rollout.oversample > 1 and FILTER not in uses and all(map(is_shipped, uses)):
+    chooses = config.rollout.refill is not None or FILTER in uses
+    if config.rollout.oversample > 1 and not chooses and all(map(is_shipped, uses)):
         raise UserError(
-            f"rollout.oversample={config.rollout.oversample:g}: no step chooses among the prompts: insert the step "
-            "tasks.filter:filter, and rewire train: {rewards: filtered} (as configs/dapo.yaml does), or set it to 1"
+            f"rollout.oversample={config.rollout.oversample:g}: no step chooses among the prompts: set rollout.refill, "
+            "or insert the step tasks.filter:filter and rewire train: {rewards: filtered}, or set it to 1"
         )
     for other in config.reward.others:
         if find_metric(f"reward/{other.name}").name != VERIFIER_SCORES.name:

@@ -323,7 +323,7 @@ class Training:
     def train(self, watch: Watch) -> str:
         """The work of a child; returns the digest of the final weights."""
         config, graph = self.config, graph_of(self.config)
-        prompts = range(config.rollout.prompts_per_step)
+        prompts = range(config.rollout.most_prompts)
         places = {
             sample_seed(config.seed, step, group, 0): (step, group) for step in self._steps() for group in prompts
         }

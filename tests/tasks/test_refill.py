@@ -15,17 +15,16 @@ from fp8core.run.verify import verify
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.run_view import RunView
 
-STEPS = 5
+STEPS = 6
 PROMPTS = 4
 MOST = 3 * PROMPTS
 RETIRE_AFTER = 2
-# Of four questions one is always right and one never; the others are as the policy writes.
+# Half the questions are always right, and the others as the policy writes.
 FUNCTION = """
 import zlib
 
 def score(prompt, completion, answer, finish):
-    kind = zlib.crc32(prompt.encode()) % 4
-    return float(kind == 0 or kind > 1 and zlib.crc32(completion.encode()) % 2)
+    return float(zlib.crc32(prompt.encode()) % 2 or zlib.crc32(completion.encode()) % 2)
 """
 MODES = {
     "synchronous": {},
@@ -38,7 +37,10 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name == "one_step_off" else []) for name in MODES],
+)
 def mode(request):
     return request.param
 
