@@ -24,9 +24,8 @@ class StepConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict, alias="with", description="Options of this step.")
     when: Feature | None = Field(
         None,
-        description="Only with an environment, a synchronous mode, generation ahead of the update, prompts that are a "
-        "step of their own, by number or by use (docs/concepts/iteration.md), refill, log-probs of a pass or of the "
-        "update, a reference that follows; null: always.",
+        description="Only in configurations with this feature; null: always. `by_use`, else `by_step`: "
+        "docs/concepts/iteration.md#prompts-by-use.",
     )
 
     def inputs(self) -> dict[str, str | None]:
