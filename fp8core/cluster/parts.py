@@ -164,7 +164,6 @@ class TrainerPart:
         return scores if self._ranks.rank == 0 else None
 
     def mix(self, policy: "TrainerPart", share: float) -> None:
-        assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
         self._trainer.mix(policy._trainer, share)
 
     def version(self) -> int:

@@ -46,13 +46,8 @@ def pipeline_of(config: RunConfig) -> StepGraph:
             f"loss.reference_kl={config.loss.reference_kl} needs log-probs of the reference policy: insert the step "
             "tasks.reference:reference (as configs/careful.yaml does)"
         )
-    if config.loss.reference is not None:
-        if not any("reference" in step.inputs for step in graph.steps):
-            raise UserError(
-                "loss.reference: no update reads log-probs of it: insert the step tasks.reference:reference"
-            )
-        if not (trainer := trainer_of(config.training)).scores_updates:
-            raise UserError(f"loss.reference: the {trainer.name} trainer does not mix policies; set it to null")
+    if config.loss.reference is not None and not any("reference" in step.inputs for step in graph.steps):
+        raise UserError("loss.reference: no update reads log-probs of it: insert the step tasks.reference:reference")
     if config.loss.distillation.weight and not any("teacher" in step.inputs for step in graph.steps):
         raise UserError(
             f"loss.distillation.weight={config.loss.distillation.weight} needs log-probs of the teacher: insert the "

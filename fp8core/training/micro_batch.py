@@ -4,7 +4,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -64,18 +64,6 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             return self._scored_under(self._engine_weights(policy.whole()), batch, temperature, scales)
         finally:
             self._drop_engine_weights()
-
-    @torch.no_grad()
-    def mix(self, policy: Self, share: float) -> None:
-        """In FP32, two roundings, so that no cut of the tensors shows (TRL's `SyncRefModelCallback`)."""
-        theirs = policy._trainable()
-        for name, own in self._trainable().items():
-            if share == 1:
-                own.copy_(theirs[name])
-            else:
-                own.mul_(1 - share).add_(theirs[name] * share)
-        self._changed()
-        self.version = policy.version
 
     def _scored_under(self, weights: Weights, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         statistics = self._no_statistics()
@@ -183,14 +171,6 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             self._finish_gradients()
             self._apply(learning_rate)
         return sum(losses)
-
-    @abstractmethod
-    def _trainable(self) -> Mapping[str, Tensor]:
-        """This process's FP32 tensors that learn."""
-
-    @abstractmethod
-    def _changed(self) -> None:
-        """After a change of these tensors: forget what was made of them."""
 
     @abstractmethod
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:

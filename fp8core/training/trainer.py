@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -163,6 +163,10 @@ class Trainer(Protocol):
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> TrainReport: ...
 
+    def mix(self, policy: Any, share: float) -> None:
+        """Become (1 - share) * itself + share * the policy of an equal trainer, of its version."""
+        ...
+
     def describe(self) -> dict[str, object]: ...
 
     def export(self) -> EngineWeights: ...
@@ -197,7 +201,7 @@ class LocalTrainer(Trainer, Protocol):
 
 @runtime_checkable
 class ScoringTrainer(Protocol):
-    """A trainer whose update scores its rows, and which scores under older policies and mixes."""
+    """A trainer whose update scores its rows, and which scores under older policies."""
 
     def scored_step(
         self, batch: RolloutBatch, temperature: float, scales: Scales
@@ -210,10 +214,6 @@ class ScoringTrainer(Protocol):
     def forget(self, policy: Any) -> None: ...
 
     def logprobs_of(self, policy: Any, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch: ...
-
-    def mix(self, policy: Any, share: float) -> None:
-        """Become (1 - share) * itself + share * the policy of an equal trainer, of its version; `step` is over."""
-        ...
 
 
 class SftTrainer(Protocol):
@@ -301,6 +301,18 @@ class PolicyTrainer(ABC):
             ),
         )
 
+    @torch.no_grad()
+    def mix(self, policy: Self, share: float) -> None:
+        """In FP32, two roundings, so that no cut of the tensors shows (TRL's `SyncRefModelCallback`)."""
+        theirs = policy._trainable()
+        for name, own in self._trainable().items():
+            if share == 1:
+                own.copy_(theirs[name])
+            else:
+                own.mul_(1 - share).add_(theirs[name] * share)
+        self._changed()
+        self.version = policy.version
+
     @abstractmethod
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch: ...
 
@@ -327,6 +339,14 @@ class PolicyTrainer(ABC):
     @abstractmethod
     def _step(self, learning_rate: float) -> float:
         """Clip the accumulated gradient and apply it if its norm is finite; returns the norm before clipping."""
+
+    @abstractmethod
+    def _trainable(self) -> Mapping[str, Tensor]:
+        """This process's FP32 tensors that learn."""
+
+    @abstractmethod
+    def _changed(self) -> None:
+        """After a change of these tensors: all that is made of them is outdated."""
 
     @abstractmethod
     def _drop_gradients(self) -> None: ...

@@ -130,6 +130,14 @@ class MegatronTrainer(PolicyTrainer):
             self._optimiser.step(norm, learning_rate)
         return norm
 
+    def _trainable(self) -> Mapping[str, Tensor]:
+        return self._optimiser.masters()
+
+    def _changed(self) -> None:
+        # Megatron gives the masters to the model at the end of an update: this one adds nothing.
+        self._optimiser.clear()
+        self._optimiser.step(self._optimiser.finish(), 0.0)
+
     def _drop_gradients(self) -> None:
         self._optimiser.clear()
 

@@ -122,7 +122,6 @@ def test_an_exchanged_reference_is_found(run_of, kind, tmp_path):
     ("settings", "reason"),
     [
         ({"loss.reference.every": 2}, r"^loss\.reference: no update reads log-probs of it: insert the step"),
-        ({**INSERTED, "loss.reference.every": 2, "training.trainer": "megatron"}, "the megatron trainer does not mix"),
         ({"loss.reference.every": 2, "training.lora": LORA}, "loss.reference.mix=0.6 with training.lora: adapters do"),
     ],
 )

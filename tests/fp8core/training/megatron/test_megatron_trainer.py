@@ -22,7 +22,7 @@ from fp8core.training.ranks import ALONE
 from fp8core.training.trainer import NotFiniteError
 
 CPU = torch.device("cpu")
-TRAINING = TrainingConfig(learning_rate=1e-3, deterministic=False, megatron={"micro_batch_tokens": 128})
+TRAINING = TrainingConfig(learning_rate=1e-3, epochs=2, deterministic=False, megatron={"micro_batch_tokens": 128})
 OBJECTIVE = Objective(LossConfig(), CorrectionConfig())
 TEMPERATURE = 0.9
 
@@ -169,6 +169,13 @@ def test_weights_in_bf16_have_masters_in_fp32(architecture, masters_of, ragged_b
     assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
     assert all(torch.equal(masters[n].bfloat16().flatten(), w.detach().flatten()) for n, w in weights.items())
     assert any(not torch.equal(m, m.bfloat16().float()) for m in masters.values())
+    reference = megatron_trainer(arch, masters_of(arch), BF16)
+    first = {name: master.clone() for name, master in reference._optimiser.masters().items()}
+    reference.mix(trainer, 0.6)
+    mixed = {name: torch.tensor(0.4) * first[name] + torch.tensor(0.6) * masters[name] for name in first}
+    assert all(torch.equal(master, mixed[name]) for name, master in reference._optimiser.masters().items())
+    weights = reference._policy.model.named_parameters()
+    assert all(torch.equal(mixed[n].bfloat16().flatten(), w.detach().flatten()) for n, w in weights), "passes read it"
     trainer.save(tmp_path)
     digest, after = trainer.digest(), trainer.step(ragged_batch, TEMPERATURE, ())
     other = megatron_trainer(arch, masters_of(arch, seed=1), BF16)
