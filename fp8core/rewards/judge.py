@@ -1,6 +1,6 @@
 """A judge: a model behind an OpenAI-compatible server scores finished completions.
 
-Requests are concurrent on a thread of the judge's own. Each reply is durable before it counts (`store.answers`).
+Requests are concurrent on a thread of the judge's own. Each reply is durable before it counts (`rewards.answers`).
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from pydantic import JsonValue
 from fp8core.config.reward import PLACEHOLDER, JudgeOptions
 from fp8core.errors import UserError, first_line, printable, whole_characters
 from fp8core.processes.variables import secret
+from fp8core.rewards.answers import Answers, RecordedAnswers
 from fp8core.rewards.scorer import (
     DETAIL_CHARACTERS,
     RIGHT,
@@ -29,8 +30,6 @@ from fp8core.rewards.scorer import (
     unparsed_answer,
 )
 from fp8core.rewards.verifier import ConcurrentVerifier, Request
-from fp8core.store.answers import Answers, RecordedAnswers
-from fp8core.store.json_text import canonical_json
 
 _FIRST_WAIT_SECONDS = 0.5
 _LONGEST_WAIT_SECONDS = 60.0
@@ -94,7 +93,8 @@ class Judge(ConcurrentVerifier):
         if request.finish != "stop":
             return unparsed_answer("cut off before the end of sequence")
         body = self._body(message_text(self._options.template, request))
-        digest = hashlib.sha256(canonical_json({"url": self._options.url, **body}, "request")).hexdigest()
+        content = json.dumps({"url": self._options.url, **body}, sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()
         judgement = self._answers.find(digest)
         if judgement is None:
             async with self._room:

@@ -14,9 +14,9 @@ from pydantic import JsonValue
 from fp8core.config.reward import FormatOptions, JudgeOptions, RewardConfig, RewardModelOptions
 from fp8core.errors import UserError
 from fp8core.processes.pool import Failure, Limits, PoolProcess, ProcessPool
+from fp8core.rewards.answers import Answers
 from fp8core.rewards.integer import IntegerVerifier
 from fp8core.rewards.scorer import RIGHT, Scorer, ScoreRequest, SideScore, Verdict, unparsed_answer, wrong
-from fp8core.store.answers import Answers
 
 MARKER = "#"
 _IN_PROCESS = ("chain", "integer", "format", "judge", "reward_model")

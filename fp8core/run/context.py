@@ -18,9 +18,9 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.families import parameter_shapes
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
+from fp8core.rewards.answers import Answers
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.engine import Probe, RolloutEngine
-from fp8core.store.answers import Answers
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.run_directory import RunDirectory

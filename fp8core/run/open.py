@@ -28,6 +28,7 @@ from fp8core.freed_memory import keep_freed_memory
 from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
+from fp8core.rewards.answers import AnswerLog, RecordedAnswers
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rollout.engine import sample_seed
 from fp8core.rollout.episodes import task_of
@@ -47,7 +48,6 @@ from fp8core.run.context import RunContext
 from fp8core.run.policy import initial_trainer
 from fp8core.run.refusals import check_cluster, check_memory, graph_of, uncorrected_lag
 from fp8core.run.resume import rebuild_policies
-from fp8core.store.answers import AnswerLog, RecordedAnswers
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import ANSWERS, LEDGER, shards_of_steps
 from fp8core.store.ledger import START, LedgerView, SegmentEntry

@@ -56,8 +56,8 @@ def test_a_replay_asks_nobody_and_no_file_has_the_key(loop_run, server, monkeypa
         described = described[part]
     assert described == {"verifier": "judge", "url": server.url, "model": "m"}
     assert not any(KEY.encode() in path.read_bytes() for path in run.folder.rglob("*") if path.is_file())
-    # Those of steps that were generated ahead.
-    assert (run.folder / ANSWERS).exists() == (mode != "synchronous")
+    # Those of a step that was generated ahead, of which the clock may leave none.
+    assert mode == "asynchronous" or (run.folder / ANSWERS).exists() == (mode == "one_step_off")
     before = len(server.bodies)
     monkeypatch.delenv("JUDGE_KEY")
     assert [verdict.outcome for verdict in run.replayed(range(3))] == ["equal"] * 3
