@@ -8,8 +8,8 @@ and tokens of equal logits stay or go together, so a support is all logits from 
 - top-p: the larger logits in the support so far have less than top_p of its probability. A probability is a whole
   number of 2^-34 of the largest one, by a polynomial in FP32. So sums are exact in any order. top_p is FP32.
 
-A softmax over the support has the log-probs. So a row's result depends on its bytes alone, and is the same on CPU and GPU. Of a
-policy that did not sample the token, the support is its own and that token."""
+Log-probs are those of a softmax over the support. So a row's result depends on its bytes alone, and is the same on CPU
+and GPU. Of a policy that did not sample the token, the support is its own and that token."""
 
 import math
 
