@@ -21,6 +21,10 @@ KINDS = {
     "asynchronous": {"pipeline.mode": "asynchronous", **AHEAD},
     "one step off": {"pipeline.mode": "one_step_off", "pipeline.verified_share": 1.0},
     "packed": PACKED,
+    "two epochs": {"training.epochs": 2, "training.learning_rate": 0.01},
+    "environment": {
+        "environment": {"name": "calculator", "max_turns": 2, "options": {"modulus": 10, "left_to_right": True}}
+    },
     "two updates": {"training.minibatches": 2, "logprobs.source": "rollout", "training.learning_rate": 0.01},
 }
 
