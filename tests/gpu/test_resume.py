@@ -63,9 +63,10 @@ def train(folder: Path, settings: Sequence[str], till: Callable[[LedgerView], bo
         run_till(
             command, log, lambda: (found := ledger(folder)) is not None and till(found), time.monotonic() + _SECONDS
         )
+    output = (folder.parent / "log").read_text(errors="replace")[-6000:]
     found = ledger(folder)
-    assert found is not None
-    assert till(found), (folder.parent / "log").read_text(errors="replace")[-6000:]
+    assert found is not None, output
+    assert till(found), output
 
 
 def ended(found: LedgerView) -> bool:
