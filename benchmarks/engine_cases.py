@@ -208,9 +208,7 @@ def summary(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def exactness_rows(
-    start_engine: Callable[[int], Any],
-    policy: Policy,
-    batch_invariant: bool,
+    start_engine: Callable[[int], Any], policy: Policy, batch_invariant: bool
 ) -> Iterator[dict[str, Any]]:
     """The probe in other surroundings against the probe alone.
 

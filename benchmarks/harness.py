@@ -22,11 +22,7 @@ from fp8core.store.manifest import git_state, hardware, library_versions
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PRECISIONS = {
-    "bf16": "BF16",
-    "fp8_linear": "FP8 linears",
-    "fp8_linear_kv": "FP8 linears, cache and attention",
-}
+PRECISIONS = {"bf16": "BF16", "fp8_linear": "FP8 linears", "fp8_linear_kv": "FP8 linears, cache and attention"}
 MODELS = {"qwen3-8b": "Qwen3-8B", "llama-3.1-8b": "Llama-3.1-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
 # A step of a small model has ended in tenths of a second; what is awaited may be one task of it.
 _POLL_SECONDS = 0.02

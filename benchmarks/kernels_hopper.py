@@ -312,10 +312,7 @@ def fingerprint_speed() -> list[Row]:
     return [
         speed(what, total, reduction, "eager"),
         speed({**what, "kernel": "fingerprint, tables and read-back"}, total, statistics.median(wall), "wall"),
-        {
-            "kernel": "fingerprint",
-            "differ_from_torch_cpu": sum(a != b for a, b in zip(found, on_cpu, strict=False)),
-        },
+        {"kernel": "fingerprint", "differ_from_torch_cpu": sum(a != b for a, b in zip(found, on_cpu, strict=False))},
     ]
 
 

@@ -92,10 +92,7 @@ def completion_path(name: str, overrides: Mapping[str, Any] | None = None) -> Co
 
 
 def _run(
-    name: str,
-    settings: Mapping[str, Any],
-    result: Callable[[RunContext], Any],
-    search: "Search | None" = None,
+    name: str, settings: Mapping[str, Any], result: Callable[[RunContext], Any], search: "Search | None" = None
 ) -> Any:
     config = load_config(name, {**settings, "run": "path"})
     with (

@@ -90,10 +90,7 @@ def pages() -> dict[Path, str]:
 def manifest_schemas() -> dict[Path, str]:
     """The schemas of the manifest and the ledger, and their text."""
     entry: TypeAdapter[Entry] = TypeAdapter(Entry)
-    content = {
-        f"manifest-{_VERSION}.json": StepManifest.model_json_schema(),
-        "ledger.json": entry.json_schema(),
-    }
+    content = {f"manifest-{_VERSION}.json": StepManifest.model_json_schema(), "ledger.json": entry.json_schema()}
     return {SCHEMAS / name: json.dumps(schema, indent=2) + "\n" for name, schema in content.items()}
 
 

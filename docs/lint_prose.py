@@ -107,12 +107,7 @@ def _words(sentence: str) -> str | None:
     return None
 
 
-RULES: dict[str, Callable[[str], str | None]] = {
-    "length": _length,
-    "clause": _clause,
-    "verbs": _verbs,
-    "words": _words,
-}
+RULES: dict[str, Callable[[str], str | None]] = {"length": _length, "clause": _clause, "verbs": _verbs, "words": _words}
 
 
 def markdown_blocks(text: str) -> Iterator[Block]:

@@ -198,12 +198,7 @@ def _in_precisions(request: EvaluationRequest, config: RunConfig) -> dict[Precis
 
 
 def _config(request: EvaluationRequest, weights: Path) -> RunConfig:
-    own: Mapping[str, Any] = {
-        "model": str(weights),
-        "revision": None,
-        "architecture": None,
-        "warm_start": None,
-    }
+    own: Mapping[str, Any] = {"model": str(weights), "revision": None, "architecture": None, "warm_start": None}
     if request.data is None and request.prompts is not None:
         own = {**own, "evaluation.prompts": request.prompts}
     settings = merged_overrides(request.overrides or {}, own)

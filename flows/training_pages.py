@@ -18,12 +18,7 @@ import httpx
 from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    FlowRunFilterTags,
-)
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun, FlowRunResult, State, StateType, TaskRunResult
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, PrefectException

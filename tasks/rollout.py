@@ -23,11 +23,7 @@ from tasks.step import step
 
 @step(
     inputs={"policy": "policy", "scales": "scales"},
-    inputs_where={
-        "prompts_first": {"prompts": "prompts"},
-        "ahead": {"stream": "stream"},
-        "by_use": {"draws": "draws"},
-    },
+    inputs_where={"prompts_first": {"prompts": "prompts"}, "ahead": {"stream": "stream"}, "by_use": {"draws": "draws"}},
     outputs={"rollouts": "rollouts"},
     outputs_where={
         "environment": {"turns": "turns"},

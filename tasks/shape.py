@@ -28,11 +28,7 @@ class ShapeOptions(Section):
         return self
 
 
-@step(
-    inputs={"rollouts": "rollouts", "rewards": "rewards"},
-    outputs={"shaped": "rewards"},
-    options=ShapeOptions,
-)
+@step(inputs={"rollouts": "rollouts", "rewards": "rewards"}, outputs={"shaped": "rewards"}, options=ShapeOptions)
 def shape(run: StepContext, index: int, options: ShapeOptions, rollouts: Ref, rewards: Ref) -> dict[str, Ref]:
     """Lengths are of what the policy wrote. Completions that were cut off may leave loss and baseline."""
     store = run.store

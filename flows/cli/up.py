@@ -18,14 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, Self
 import psutil
 import yaml
 
-from flows.environment import (
-    answers,
-    is_set,
-    make_prefect_home,
-    prefect_login,
-    reach_this_machine,
-    service_environment,
-)
+from flows.environment import answers, is_set, make_prefect_home, prefect_login, reach_this_machine, service_environment
 from flows.launch import exit_with, say
 from flows.termination import ExitCode
 from fp8core.durable import PRIVATE, make_folder

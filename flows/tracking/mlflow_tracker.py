@@ -29,16 +29,7 @@ from flows.tracking.store import (
     store_of_folder,
     ui_command,
 )
-from flows.tracking.tracker import (
-    RUN_DIRECTORY,
-    TRAINING,
-    Checkpoint,
-    Outage,
-    Table,
-    Tracker,
-    TrackerEntry,
-    Training,
-)
+from flows.tracking.tracker import RUN_DIRECTORY, TRAINING, Checkpoint, Outage, Table, Tracker, TrackerEntry, Training
 from fp8core.errors import UserError, printable_lines, without_passwords
 
 ERROR = "error"

@@ -76,10 +76,7 @@ def turn_metrics(turns: pa.Table, rollouts: pa.Table, logprobs: pa.Table, rows: 
 
 
 def mismatch_by_turn(
-    turns: Sequence[Mapping[str, Any]],
-    rollouts: pa.Table,
-    logprobs: pa.Table,
-    rows: Mapping[Key, int],
+    turns: Sequence[Mapping[str, Any]], rollouts: pa.Table, logprobs: pa.Table, rows: Mapping[Key, int]
 ) -> dict[str, float]:
     """By turns 1, 2 to 3, 4 to 7, ... of episodes."""
     sampling_logprobs, training_logprobs = (

@@ -172,13 +172,7 @@ def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Arc
     sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     others = ("family", "rope_theta", "max_positions", "tie_embeddings")
     fields: dict[str, Any] = {name: getattr(config, name) for name in (*sizes, *others)}
-    return Architecture(
-        **fields,
-        vocab_size=vocab_size,
-        rms_norm_eps=1e-6,
-        rope_scaling=None,
-        experts=experts,
-    )
+    return Architecture(**fields, vocab_size=vocab_size, rms_norm_eps=1e-6, rope_scaling=None, experts=experts)
 
 
 def _check_family(config: ArchitectureConfig) -> None:

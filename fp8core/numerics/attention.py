@@ -33,10 +33,7 @@ from fp8core.numerics.recipe import AttentionProducts
 # Shapes that the decode kernel takes; the group is query heads per KV head.
 HEAD_DIMS = (64, 128)
 LARGEST_GROUP = 8
-QUERY_TYPES: dict[AttentionProducts, torch.dtype] = {
-    "fp8": torch.float8_e4m3fn,
-    "fp16_over_fp8_cache": torch.bfloat16,
-}
+QUERY_TYPES: dict[AttentionProducts, torch.dtype] = {"fp8": torch.float8_e4m3fn, "fp16_over_fp8_cache": torch.bfloat16}
 """The types of queries that the kernels take."""
 
 
@@ -84,10 +81,7 @@ class Fp16OverFp8Attention(Fp8Attention):
         return round_to_bf16(_per_query_head(p, v) * scales.v / p.sum(-1, keepdim=True))
 
 
-FP8_CACHE_FORMS: dict[str, AttentionFormat] = {
-    "fp8": Fp8Attention(),
-    "fp16_over_fp8_cache": Fp16OverFp8Attention(),
-}
+FP8_CACHE_FORMS: dict[str, AttentionFormat] = {"fp8": Fp8Attention(), "fp16_over_fp8_cache": Fp16OverFp8Attention()}
 
 
 class _NoQuantisation:
@@ -178,11 +172,7 @@ class Queries(NamedTuple):
 
 
 def decode_attention_reference(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    queries: Queries,
-    scales: tuple[Tensor, Tensor, Tensor],
+    query: Tensor, keys: Tensor, values: Tensor, queries: Queries, scales: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
     """The result of `kernels.decode_attention` before it is rounded to BF16: FP64 [tokens, heads, head_dim].
 

@@ -273,9 +273,7 @@ def reward_of(verdict: Verdict) -> float:
 
 
 def build_verifier(
-    config: RewardConfig,
-    by_source: Mapping[str, RewardConfig] = MappingProxyType({}),
-    answers: Answers | None = None,
+    config: RewardConfig, by_source: Mapping[str, RewardConfig] = MappingProxyType({}), answers: Answers | None = None
 ) -> Verifier:
     """`answers`: those that judges gave.
 

@@ -25,9 +25,7 @@ METRICS = (
         curve=Curve("ahead", "Staleness of tokens", include=(0.0, 1.0)),
     ),
     Metric(
-        "rollout/staleness_max",
-        "age of the oldest token",
-        numbers={"staleness of tokens, largest (versions)": "max"},
+        "rollout/staleness_max", "age of the oldest token", numbers={"staleness of tokens, largest (versions)": "max"}
     ),
     Metric("rollout/share_age_*", "share of the tokens"),
     Metric(

@@ -16,15 +16,7 @@ from fp8core.models.weights import rollout_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.numerics.recipe import TILE
-from fp8core.resources.memory import (
-    GIB,
-    CacheRoom,
-    Device,
-    EngineMemory,
-    Need,
-    cache_bytes_per_token,
-    engine_weights,
-)
+from fp8core.resources.memory import GIB, CacheRoom, Device, EngineMemory, Need, cache_bytes_per_token, engine_weights
 from fp8core.rollout.aligned import POINTS
 from fp8core.rollout.registry import longest_sequence
 

@@ -158,11 +158,7 @@ def _counter_of_nothing() -> tuple[Tensor, tuple[Any, ...]]:
 def _open_storage(fields: list[Any], device: torch.device) -> Tensor:
     """uint8 [bytes], the sender's memory."""
     call = [tuple(field) if isinstance(field, list) else field for field in fields]
-    call[_TENSOR_CLASS], call[_STORAGE_CLASS], call[_DTYPE] = (
-        Tensor,
-        torch.storage.TypedStorage,
-        torch.uint8,
-    )
+    call[_TENSOR_CLASS], call[_STORAGE_CLASS], call[_DTYPE] = (Tensor, torch.storage.TypedStorage, torch.uint8)
     # The same GPU may have another number in the process that trains; of another GPU the memory is mapped into ours.
     call[_DEVICE] = device.index
     whole: Tensor = rebuild_cuda_tensor(*call)

@@ -24,15 +24,7 @@ from fp8core.run.heldout import all_of
 from fp8core.run.open import check_opening, check_stop_strings
 from fp8core.run.policy import check_formats, check_report
 from fp8core.run.precision_gap import texts_of
-from fp8core.run.rollouts import (
-    check_outcomes,
-    ends_of,
-    failures,
-    groups_of,
-    problem_table,
-    row_tables,
-    verdicts_of,
-)
+from fp8core.run.rollouts import check_outcomes, ends_of, failures, groups_of, problem_table, row_tables, verdicts_of
 from fp8core.training.trainer import Trainer
 
 

@@ -122,11 +122,7 @@ def logprob_table(rollouts: pa.Table, score: ScoredBatch) -> pa.Table:
 
 
 def rollout_batch(
-    rollouts: pa.Table,
-    rewards: pa.Table,
-    logprobs: pa.Table | None,
-    signals: Mapping[str, pa.Table],
-    config: RunConfig,
+    rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table | None, signals: Mapping[str, pa.Table], config: RunConfig
 ) -> RolloutBatch:
     """The batch of an update; `signals`: tables of `reference`, `teacher` and `turns`, as far as there are any.
 

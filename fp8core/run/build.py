@@ -16,12 +16,7 @@ from fp8core.data.chain import ALPHABET, EOS
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import UserError, refuse
 from fp8core.models.architecture import Architecture
-from fp8core.models.checkpoint import (
-    Checkpoint,
-    InitialWeights,
-    architecture_from_config,
-    find_checkpoint,
-)
+from fp8core.models.checkpoint import Checkpoint, InitialWeights, architecture_from_config, find_checkpoint
 from fp8core.models.hub import resolve_model
 from fp8core.models.safetensors_files import TensorSource
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer

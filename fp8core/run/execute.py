@@ -25,13 +25,7 @@ from fp8core.store.artifacts import Ref, contents
 from fp8core.store.json_text import canonical_json
 from fp8core.store.layout import manifest_place
 from fp8core.store.ledger import CARRIED_FROM, START, StepEntry, TaskEntry, stored_metrics
-from fp8core.store.manifest import (
-    StepManifest,
-    StepObservations,
-    StepRecord,
-    library_versions,
-    record_digest,
-)
+from fp8core.store.manifest import StepManifest, StepObservations, StepRecord, library_versions, record_digest
 from fp8core.store.metrics import STEP, Interval
 from fp8core.training.trainer import UpdateError
 

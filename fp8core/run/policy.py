@@ -12,11 +12,7 @@ from fp8core.models.safetensors_files import TensorSource
 from fp8core.models.weights import EngineWeights
 from fp8core.rl.alignment_metrics import EXPONENT_BOUND
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import (
-    PolicyScales,
-    Probe,
-    SyncReport,
-)
+from fp8core.rollout.engine import PolicyScales, Probe, SyncReport
 from fp8core.run.build import build_trainer
 from fp8core.run.context import RunContext, StepContext
 from fp8core.run.rollouts import prompt_table

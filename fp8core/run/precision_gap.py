@@ -15,13 +15,7 @@ from fp8core.data.chain import completion
 from fp8core.data.demonstrations import chain_tokens
 from fp8core.data.prompt import Problem, encode_prompt, prompt_text
 from fp8core.errors import UserError
-from fp8core.evaluation.measure import (
-    PartCosts,
-    compared_prompts,
-    contract_in,
-    difference_estimate,
-    score_estimate,
-)
+from fp8core.evaluation.measure import PartCosts, compared_prompts, contract_in, difference_estimate, score_estimate
 from fp8core.evaluation.parts import Forward, Subjects, Text, part_costs, subjects_of, whole_forward
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.tokenizer import Tokenizer

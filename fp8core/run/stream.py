@@ -26,15 +26,7 @@ from fp8core.rollout.engine import Completion, PromptGroup, sample_seed
 from fp8core.rollout.episodes import EpisodePlayer
 from fp8core.run.context import StepContext
 from fp8core.run.draws import Draws
-from fp8core.run.rollouts import (
-    begin_verdicts,
-    ends_of,
-    pool_of,
-    prompt_table,
-    row_tables,
-    turn_records,
-    with_experts,
-)
+from fp8core.run.rollouts import begin_verdicts, ends_of, pool_of, prompt_table, row_tables, turn_records, with_experts
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import PLAYED_EPISODES, STREAM, STREAM_OF_EPISODES
 

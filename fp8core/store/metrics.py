@@ -22,11 +22,7 @@ HELDOUT = Metric(
     form="decimals",
     curve=Curve("learning", "Held-out accuracy", include=(0.0, 1.0)),
     column=Column("held-out", 8),
-    numbers={
-        "held-out accuracy, first": "first",
-        "held-out accuracy, last": "last",
-        "held-out accuracy, best": "max",
-    },
+    numbers={"held-out accuracy, first": "first", "held-out accuracy, last": "last", "held-out accuracy, best": "max"},
 )
 HELDOUT_OF_SOURCE = Metric(
     "reward/heldout_source/*",

@@ -39,11 +39,7 @@ def test_without_yes_it_lists_and_removes_nothing(copy, capsys):
     before = files(copy)
     assert main(["gc", str(copy)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
-        'artifacts.keep: {"last":1,"every":2}',
-        "steps kept:     0, 2, 4-5",
-        "steps dropped:  1, 3",
-    ]
+    assert lines[:3] == ['artifacts.keep: {"last":1,"every":2}', "steps kept:     0, 2, 4-5", "steps dropped:  1, 3"]
     kinds = {line.split()[2] for line in lines if line.startswith("bytes of ")}
     assert "rollouts:" in kinds
     assert not {"metrics:", "policy:", "manifest:", "checkpoint:"} & kinds

@@ -54,13 +54,7 @@ def trainings():
 
 
 def verdict(trainings, failures=None):
-    return judge(
-        list(trainings.values()),
-        ParityConfig(),
-        variants=VARIANTS,
-        seeds=SEEDS,
-        failures=failures or {},
-    )
+    return judge(list(trainings.values()), ParityConfig(), variants=VARIANTS, seeds=SEEDS, failures=failures or {})
 
 
 def spoiled(trainings, variant, **changed):

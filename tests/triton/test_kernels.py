@@ -379,16 +379,8 @@ REFUSING: dict[str, tuple[Callable[..., Any], Callable[[Tensor], tuple[Any, ...]
     "rows": (row_codes, lambda bad: (bad,), FORWARD[:1]),
     "rows and columns": (row_and_column_codes, lambda bad: (bad,), FORWARD),
     "tiles": (tile_codes, lambda bad: (bad,), ("weights",)),
-    "norm, rows": (
-        add_norm_row_codes,
-        lambda bad: (bad, None, torch.ones(256, device=bad.device), EPS),
-        FORWARD[:1],
-    ),
-    "norm": (
-        add_norm_codes,
-        lambda bad: (torch.ones_like(bad), bad, torch.ones(256, device=bad.device), EPS),
-        FORWARD,
-    ),
+    "norm, rows": (add_norm_row_codes, lambda bad: (bad, None, torch.ones(256, device=bad.device), EPS), FORWARD[:1]),
+    "norm": (add_norm_codes, lambda bad: (torch.ones_like(bad), bad, torch.ones(256, device=bad.device), EPS), FORWARD),
     "norm's weight": (add_norm_codes, lambda bad: (torch.ones_like(bad), None, bad.amax(0).float(), EPS), FORWARD),
     "swiglu, rows": (swiglu_row_codes, lambda bad: (bad,), FORWARD[:1]),
     "swiglu": (swiglu_codes, lambda bad: (bad,), FORWARD),

@@ -17,15 +17,7 @@ from fp8core.numerics.recipe import TILE
 from fp8core.resources.memory import BF16_BYTES, FP32_BYTES, Need, StoredBytes, count_parameters, memory_of
 from fp8core.rollout.registry import longest_sequence
 from fp8core.training.megatron.conversion import padded_vocabulary, token_multiple
-from fp8core.training.memory import (
-    AT_REST,
-    WORKSPACE,
-    Parallel,
-    TrainerMemory,
-    cut_parameters,
-    exported,
-    state_of,
-)
+from fp8core.training.memory import AT_REST, WORKSPACE, Parallel, TrainerMemory, cut_parameters, exported, state_of
 from fp8core.training.ranks import Ranks
 from fp8core.training.registry import TrainerEntry
 from fp8core.training.trainer import LocalTrainer

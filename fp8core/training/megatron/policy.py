@@ -134,10 +134,7 @@ class MegatronPolicy:
         )
         positions = copy_to(pack.sequences.positions, self.device)
         states: Tensor = self.model(
-            input_ids=pack.tokens[None],
-            position_ids=positions[None],
-            attention_mask=None,
-            packed_seq_params=params,
+            input_ids=pack.tokens[None], position_ids=positions[None], attention_mask=None, packed_seq_params=params
         )
         return states
 

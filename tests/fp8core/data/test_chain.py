@@ -18,12 +18,7 @@ WIDE = ChainSource(ChainTaskConfig(min_operands=2, max_operands=12, modulus=1000
 
 @pytest.mark.parametrize(
     ("question", "values"),
-    [
-        ("2*7*6+0+9=", "4,4,4,3"),
-        ("07*45-03=", "15,12"),
-        ("99*99=", "01"),
-        ("999*999-002=", "001,999"),
-    ],
+    [("2*7*6+0+9=", "4,4,4,3"), ("07*45-03=", "15,12"), ("99*99=", "01"), ("999*999-002=", "001,999")],
 )
 def test_running_values(question: str, values: str) -> None:
     assert running_values(question) == values.split(",")

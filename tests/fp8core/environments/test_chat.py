@@ -70,10 +70,7 @@ def test_a_template_that_leaves_tools_out_is_refused_by_name():
         (LLAMA, "<|eot_id|>", '<|start_header_id|>ipython<|end_header_id|>\n\n" 12 "<|eot_id|>'),
     ],
 )
-@pytest.mark.parametrize(
-    "written",
-    ["12", "  \n", "<think>x</think>12", "{{ messages }}"],
-)
+@pytest.mark.parametrize("written", ["12", "  \n", "<think>x</think>12", "{{ messages }}"])
 def test_an_observation_is_the_difference_of_two_renderings(tokenizer, end, observed, written):
     """Whatever the policy wrote: templates that trim or take apart its text never see it."""
     spoken = {

@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.evaluation.measure import (
-    Measurement,
-    measure,
-    paired_differences,
-    pass_at_k,
-    score_estimate,
-    score_prompt,
-)
+from fp8core.evaluation.measure import Measurement, measure, paired_differences, pass_at_k, score_estimate, score_prompt
 from fp8core.rewards.scorer import RIGHT, Verdict, unparsed_answer, wrong
 
 

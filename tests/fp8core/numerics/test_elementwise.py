@@ -3,13 +3,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from fp8core.numerics.elementwise import (
-    keep_fp32,
-    rms_norm,
-    rotate,
-    round_to_bf16,
-    swiglu,
-)
+from fp8core.numerics.elementwise import keep_fp32, rms_norm, rotate, round_to_bf16, swiglu
 from fp8core.numerics.rotary import inverse_frequencies
 
 EPS = 1e-6

@@ -6,13 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8core.numerics.kv_scales import (
-    KvStatistics,
-    LayerAmax,
-    LayerScales,
-    scale_distance,
-    scales_from_statistics,
-)
+from fp8core.numerics.kv_scales import KvStatistics, LayerAmax, LayerScales, scale_distance, scales_from_statistics
 from fp8core.numerics.recipe import E4M3_MAX
 
 SCALES = LayerScales(q=2.0**-7, k=2.0**-8, v=2.0**-9)

@@ -21,12 +21,7 @@ from fp8core.numerics.attention import (
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import BF16_HEAD, FP32_HEAD, chunked_logprobs, load_head, token_logprobs
-from fp8core.numerics.packed import (
-    PAGE,
-    DevicePack,
-    PackedSequences,
-    packed_length,
-)
+from fp8core.numerics.packed import PAGE, DevicePack, PackedSequences, packed_length
 from fp8core.numerics.recipe import AttentionProducts
 
 CPU = torch.device("cpu")

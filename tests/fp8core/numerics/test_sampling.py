@@ -8,13 +8,7 @@ from fp8core.numerics.logprobs import greedy, sample, uniform
 LARGEST = 1 - 2.0**-53
 
 # The first outputs of Vigna's splitmix64.c from the seed 1234567.
-PUBLISHED = [
-    6457827717110365317,
-    3203168211198807973,
-    9817491932198370423,
-    4593380528125082431,
-    16408922859458223821,
-]
+PUBLISHED = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
 
 
 def splitmix64(seed: int, count: int) -> list[int]:

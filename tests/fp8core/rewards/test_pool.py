@@ -113,10 +113,7 @@ def test_a_file_has_options_and_neighbours_and_a_module_is_looked_for_where_pyth
         ("def score(:", "cannot be imported: SyntaxError"),
         ("import os; os._exit(7)", "its process ended while it was imported"),
         ("score = 3", "has no function score"),
-        (
-            "def score(prompt): ...",
-            "it is called as score(prompt, completion, answer, finish), and is defined as",
-        ),
+        ("def score(prompt): ...", "it is called as score(prompt, completion, answer, finish), and is defined as"),
     ],
 )
 def test_a_function_that_cannot_be_had_is_one_line_at_the_start(

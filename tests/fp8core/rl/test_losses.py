@@ -119,10 +119,7 @@ LOSSES = {
     ),
     "dual clip": (lambda x, agg: clipped_surrogate(x, DUAL, agg), by_token(slow_dual)),
     "gspo": (lambda x, agg: gspo(x, CLIP, agg), slow_gspo),
-    "cispo": (
-        lambda x, agg: cispo(x, CLIP, agg),
-        by_token(lambda c, f, o, a, w: -w * clip(math.exp(f - o)) * a * c),
-    ),
+    "cispo": (lambda x, agg: cispo(x, CLIP, agg), by_token(lambda c, f, o, a, w: -w * clip(math.exp(f - o)) * a * c)),
     "reinforce": (lambda x, agg: reinforce(x, CLIP, agg), by_token(lambda c, f, o, a, w: -w * a * c)),
     "binary tv": (lambda x, agg: binary_tv(x, CLIP, agg), by_token(slow_binary_tv)),
 }

@@ -204,8 +204,7 @@ YARN = YarnScaling(factor=4.0, original_max_position_embeddings=16)
 
 
 @pytest.mark.parametrize(
-    ("family", "scaling"),
-    [("llama", LLAMA3), ("mistral", None), ("qwen2", LinearScaling(factor=2.0)), ("qwen3", YARN)],
+    ("family", "scaling"), [("llama", LLAMA3), ("mistral", None), ("qwen2", LinearScaling(factor=2.0)), ("qwen3", YARN)]
 )
 def test_config_json_of_an_aligned_model_says_which_decoder_it_is(architecture, family, scaling):
     arch = architecture(**SHAPE, family=family, rope_scaling=scaling)
@@ -236,8 +235,7 @@ def test_nothing_of_the_aligned_model_is_compiled_and_steps_are_captured(argumen
 
 
 @pytest.mark.parametrize(
-    ("settings", "value"),
-    [([], "0"), (["pipeline.mode=asynchronous"], "1"), (["environment.name=calculator"], "1")],
+    ("settings", "value"), [([], "0"), (["pipeline.mode=asynchronous"], "1"), (["environment.name=calculator"], "1")]
 )
 def test_prompts_are_captured_where_they_enter_while_others_decode(settings, value):
     config = load_config("qwen3-aligned", ["model=Qwen/Qwen3-8B-Base", *settings])

@@ -112,10 +112,7 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    pace=paces,
-    chunk=st.integers(1, 5),
-    speeds=st.lists(st.integers(0, 9), min_size=5, max_size=5),
-    cut=st.integers(),
+    pace=paces, chunk=st.integers(1, 5), speeds=st.lists(st.integers(0, 9), min_size=5, max_size=5), cut=st.integers()
 )
 def test_a_recorded_schedule_gives_the_stream_of_the_clock(
     pace: StreamLimits, chunk: int, speeds: list[int], cut: int

@@ -109,13 +109,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("damage", "what"),
-    [
-        (flip_a_bit, "content differs"),
-        (Path.unlink, "the file is missing"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "what"), [(flip_a_bit, "content differs"), (Path.unlink, "the file is missing")])
 def test_damage_is_named(store: ArtifactStore, table: pa.Table, damage: Callable[[Path], None], what: str) -> None:
     refs = {
         store.get_table: store.put_table("notes", table),

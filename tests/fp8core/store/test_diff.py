@@ -10,13 +10,7 @@ from step_records import step_record
 
 from fp8core.errors import UserError
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.diff import (
-    Comparison,
-    compare,
-    first_difference,
-    table_difference,
-    value_difference,
-)
+from fp8core.store.diff import Comparison, compare, first_difference, table_difference, value_difference
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 from fp8core.store.manifest import Content

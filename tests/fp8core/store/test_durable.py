@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8core.durable import (
-    append_durably,
-    folder_digest,
-    make_folder,
-    read_lines,
-    write_file,
-)
+from fp8core.durable import append_durably, folder_digest, make_folder, read_lines, write_file
 
 
 def test_content_is_durable_before_its_name_and_both_before_the_return(

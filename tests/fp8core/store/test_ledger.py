@@ -6,15 +6,7 @@ import pytest
 
 from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref
-from fp8core.store.ledger import (
-    CheckpointEntry,
-    Ledger,
-    LedgerView,
-    RedoEntry,
-    SegmentEntry,
-    StepEntry,
-    TaskEntry,
-)
+from fp8core.store.ledger import CheckpointEntry, Ledger, LedgerView, RedoEntry, SegmentEntry, StepEntry, TaskEntry
 
 REF = Ref(kind="metrics", digest="ab" * 32, uri=f"artifacts/ab/{'ab' * 32}.json", size=3)
 

@@ -4,12 +4,7 @@ from pathlib import Path
 import pytest
 from step_records import step_manifest, step_record
 
-from fp8core.store.manifest import (
-    Content,
-    StepManifest,
-    code_version,
-    record_digest,
-)
+from fp8core.store.manifest import Content, StepManifest, code_version, record_digest
 
 
 def manifest(seconds: float) -> StepManifest:

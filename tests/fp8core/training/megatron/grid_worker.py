@@ -44,7 +44,7 @@ GRIDS_OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
             "micro_batch_tokens": 256,
             "recompute": "full",
         },
-    ),
+    )
 }
 
 

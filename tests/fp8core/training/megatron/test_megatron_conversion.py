@@ -21,10 +21,7 @@ from fp8core.training.megatron.conversion import (
     share,
 )
 
-GRIDS = {
-    "one": {},
-    "tensor": {"tensor_parallel": 2},
-}
+GRIDS = {"one": {}, "tensor": {"tensor_parallel": 2}}
 
 
 def shares_of(arch, megatron, style, policy):
