@@ -22,15 +22,12 @@ class Part(PromptSource, Protocol):
 
     def at(self, position: int, count: int, seed: int) -> list[Problem]:
         """Problems for training from a position (from 0) on; a pure function of its arguments."""
-        ...
 
     def holds_out(self, question: str) -> bool:
         """True if a whole question is held out."""
-        ...
 
     def never_training(self, holds_out: Callable[[str], bool]) -> Self:
         """The same source, whose training passes over the questions that another one holds out."""
-        ...
 
 
 class MixedSource:

@@ -59,27 +59,21 @@ class PromptSource(Protocol):
 
     def training_digest(self) -> str:
         """SHA-256 of all that determines the problems that training can meet."""
-        ...
 
     def digest(self) -> str | None:
         """SHA-256 of all problems that were read, of training and held out; None where settings determine them."""
-        ...
 
     def training(self, step: int, count: int, seed: int) -> list[Problem]:
         """The problems of a step (from 0); a pure function of its arguments."""
-        ...
 
     def heldout(self, count: int) -> list[Problem]:
         """The first of a fixed list of different problems, none of whose questions training ever yields."""
-        ...
 
     def to_check(self) -> Iterable[Problem]:
         """Problems that show, before any work, what may be wrong with any of them: all rows, or the longest made."""
-        ...
 
     def without(self, rows: Iterable[Problem]) -> Self:
         """The same source without some of its rows. Raises UserError when nothing is left to train on."""
-        ...
 
 
 def problems_digest(problems: Iterable[Problem]) -> str:

@@ -34,15 +34,12 @@ class Pool(Protocol):
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """`wait`: for at least one, if it comes in time."""
-        ...
 
     def rest(self, episode: Key) -> None:
         """It may be ended where others need its room."""
-        ...
 
     def wake(self, episode: Key, task: Task, actions: Sequence[Action]) -> bool:
         """True if it is open, began with this task and was asked exactly this; else it ends."""
-        ...
 
     def end(self, episode: Key) -> None: ...
 

@@ -47,11 +47,9 @@ class Context(Protocol):
     @property
     def mask(self) -> Tensor:
         """bool [B, 1, Tq, Tk] of the call in progress."""
-        ...
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add this call's stored K and V and return all that may be attended to."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,6 @@ class Routing(Protocol):
     def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
         """Experts of each token, ascending: int64 [tokens, k]; `logits` are FP32 [tokens, experts], `layer` counts
         sparse ones."""
-        ...
 
 
 class TopKRouting:

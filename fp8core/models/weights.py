@@ -123,7 +123,6 @@ class EngineWeights(Protocol):
 
     def digest(self) -> str:
         """Digest of the tensors (`numerics.fingerprint.policy_digest`)."""
-        ...
 
     def __getitem__(self, name: str) -> Any: ...
 

@@ -185,11 +185,9 @@ class RolloutEngine(Protocol):
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """FP32 log-prob (nats) of every probe's target in the whole distribution, by the passes that generate; a row
         for each engine."""
-        ...
 
     def update(self, tensors: Any, scales: PolicyScales, version: int) -> SyncReport:
         """`tensors` are those of the trainer's `export`."""
-        ...
 
     def fingerprint(self) -> str: ...
 
@@ -200,11 +198,9 @@ class RolloutEngine(Protocol):
             `linear` (a format a layer), `attention`, `head`, `scale_rule` and `rounding_points` in the words of the
             contract, which each sync compares. Further keys are recorded.
         """
-        ...
 
     def sleep(self) -> None:
         """An engine that shares a device may give its memory back until the next update."""
-        ...
 
     def close(self) -> None: ...
 
@@ -250,7 +246,6 @@ class StreamingEngine(RolloutEngine, Protocol):
 
     def open_session(self, sampling: Sampling) -> Session:
         """Nothing else may be asked of the engine meanwhile."""
-        ...
 
 
 def sample_seed(run_seed: int, step: int, group: int, sample: int) -> int:
@@ -272,10 +267,8 @@ class MemoryReader(RolloutEngine, Protocol):
 
     def expect(self, specs: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
         """Refuse what does not fit."""
-        ...
 
     def write(self, weights: SharedWeights) -> None: ...
 
     def finish(self, scales: PolicyScales, version: int) -> SyncReport:
         """`update` ends: set the scales and read everything back."""
-        ...

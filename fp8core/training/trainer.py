@@ -165,7 +165,6 @@ class Trainer(Protocol):
 
     def mix(self, policy: Any, share: float) -> None:
         """Become (1 - share) * itself + share * the policy of an equal trainer, of its version."""
-        ...
 
     def describe(self) -> dict[str, object]: ...
 
@@ -173,11 +172,9 @@ class Trainer(Protocol):
 
     def digest(self) -> str:
         """Digest of the FP32 masters, or of a policy with adapters."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write what learns, optimiser states and counters (`saved_state`), without the policy; the folder exists."""
-        ...
 
     def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None: ...
 
@@ -185,18 +182,15 @@ class Trainer(Protocol):
 
     def rest(self) -> None:
         """Free prepared weights where they are cheap to rebuild."""
-        ...
 
     def close(self) -> None:
         """A second call does nothing."""
-        ...
 
 
 class LocalTrainer(Trainer, Protocol):
     @property
     def masters(self) -> Mapping[str, Tensor]:
         """The weights that learn, by Hugging Face name, at least as exact as BF16. Only to be read."""
-        ...
 
 
 @runtime_checkable
@@ -209,7 +203,6 @@ class ScoringTrainer(Protocol):
 
     def keep(self, engine_weights: EngineWeights) -> Any:
         """The policy that `export` gave last, in main memory, for `logprobs_of`; an engine has not taken it yet."""
-        ...
 
     def forget(self, policy: Any) -> None: ...
 
@@ -219,11 +212,9 @@ class ScoringTrainer(Protocol):
 class SftTrainer(Protocol):
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         """One update on the mean cross-entropy of the completion tokens, which it returns (nats a token)."""
-        ...
 
     def store_weights(self, store: ArtifactStore) -> Ref:
         """Raises UserError when the disk refuses."""
-        ...
 
     def close(self) -> None: ...
 
