@@ -34,10 +34,9 @@ from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.metrics.reward import REWARD
 from fp8core.parity import VARIANTS, variant_settings
+from fp8core.report.chart import curve_chart, section_metrics
 from fp8core.report.drawing import draw_png
-from fp8core.report.run_data import RunData, read_run
-from fp8core.report.summary import union_seconds
-from fp8core.report.training_charts import curve_chart, section_metrics
+from fp8core.report.run_data import RunData, read_run, union_seconds
 from fp8core.rl.alignment_metrics import K3, TMPE, TOKENS_DIFFERING
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER

@@ -22,12 +22,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter
 
 from flows.cli.commands import build_parser
-from flows.tracking.metric_names import CORE
+from flows.tracking.backlog import CORE
 from fp8core.config.reward import OPTIONS
 from fp8core.config.run import RunConfig
 from fp8core.metric import Metric
 from fp8core.metrics.registry import GROUPS
-from fp8core.rl.presets import PRESETS
+from fp8core.rl.correction import PRESETS
 from fp8core.store.ledger import Entry
 from fp8core.store.manifest import StepManifest, StepObservations, StepRecord
 from fp8core.store.run_directory import RunDescription

@@ -30,15 +30,14 @@ from flows.training_pages import artifact_key, show_markdown
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, problems_digest
 from fp8core.data.references import left_out_text
+from fp8core.durable import Output
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import EvaluationResult, PartCosts, Precision, paired_differences
 from fp8core.report.text import evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
-from fp8core.run.answer import PrecisionAnswers, Questions, answer
-from fp8core.run.precision_gap import measure_parts
+from fp8core.run.measurement import PrecisionAnswers, Questions, answer, measure_parts
 from fp8core.run.replay import FAILURES
 from fp8core.run.resume import RedoError
-from fp8core.store.outputs import Output
 
 
 @flow(name="fp8-evaluate", persist_result=False)

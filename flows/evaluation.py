@@ -25,9 +25,9 @@ from fp8core.processes.variables import set_variables
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rollout.registry import longest_row
-from fp8core.run.answer import Questions
 from fp8core.run.build import BaseModel, build_environment, check_shape, engine_environment, find_base, members_node
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
+from fp8core.run.measurement import Questions
 from fp8core.run.open import check_opening, check_stop_strings
 from fp8core.run.refusals import check_engine
 from fp8core.run.replay import RunSnapshot

@@ -17,7 +17,7 @@ from flows.tracking.session import Session
 from flows.training_pages import TrainingPages
 from fp8core.config.step_graph import PlannedStep, StepGraph
 from fp8core.report.console import shows_sample
-from fp8core.report.summary import overhead_ms
+from fp8core.report.run_data import overhead_ms
 from fp8core.run.context import RunContext
 from fp8core.run.execute import (
     TaskResult,
@@ -29,7 +29,7 @@ from fp8core.run.execute import (
     stored_result,
 )
 from fp8core.run.loop import Execution, next_step, save_last
-from fp8core.run.precision_gap import gap_line
+from fp8core.run.measurement import gap_line
 from fp8core.run.rollouts import written_sample
 from fp8core.store.ledger import START
 from fp8core.store.metrics import Interval

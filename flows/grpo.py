@@ -26,13 +26,12 @@ from fp8core.config.load import merged_overrides
 from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, printable
 from fp8core.progress import Part
+from fp8core.report.chart import training_charts
 from fp8core.report.conclusion import conclude
 from fp8core.report.console import Console
 from fp8core.report.drawing import draw_png
 from fp8core.report.pages import report_html
-from fp8core.report.run_data import read_run, time_spent
-from fp8core.report.summary import CURVES, REPORT, summarise
-from fp8core.report.training_charts import training_charts
+from fp8core.report.run_data import CURVES, REPORT, read_run, summarise, time_spent
 from fp8core.run import loop
 from fp8core.run.compilation import HOPPER, compile_kernels
 from fp8core.run.execute import StepError, carried_artifacts, stored_manifest

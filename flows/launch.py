@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from flows.environment import is_set, prepare_prefect
 from flows.termination import ExitCode
 from flows.tracking.record import read_record
+from fp8core.durable import Output
 from fp8core.errors import first_line, printable, printable_lines
 from fp8core.progress import Part
-from fp8core.store.outputs import Output
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
@@ -52,7 +52,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
 
 def check_trackers(config: "RunConfig") -> None:
     """Raises UserError: a run that a service does not know yet cannot begin there."""
-    from flows.tracking.registry import find_tracker
+    from flows.tracking.tracker import find_tracker
 
     record = read_record(config.runs / str(config.run))
     for service in config.tracking.services:

@@ -6,6 +6,7 @@ each line is durable before the next. So only the last one can be torn.
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fp8core.errors import StoredFileError, UserError
 
@@ -177,3 +178,20 @@ def folder_digest(folder: Path, report: Report | None = None) -> str:
     for path in sorted(path for path in folder.rglob("*") if not path.is_dir()):
         digest.update(f"{path.relative_to(folder).as_posix()}\n{file_digest(path, report)}\n".encode())
     return digest.hexdigest()
+
+
+class Output:
+    def __init__(self, option: str, path: str) -> None:
+        self.path = Path(path)
+        self.label = f"{option} {path}"
+        self.target = self.path.absolute()
+        if not self.target.parent.is_dir() or not os.access(self.target.parent, os.W_OK | os.X_OK):
+            raise UserError(f"{self.label}: cannot be written; name a file in a folder that exists and can be written")
+        if self.target.exists() and not self.target.is_file():
+            raise UserError(f"{self.label}: cannot be written, because it is no file; name a file")
+
+    def write(self, content: bytes) -> None:
+        write_file(self.target, content)
+
+    def write_json(self, content: Any) -> None:
+        self.write(f"{json.dumps(content, indent=2)}\n".encode())

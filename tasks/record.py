@@ -10,17 +10,15 @@ import torch
 from fp8core.alignment.bounds import unverifiable
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
-from fp8core.metrics.draws import draw_metrics
 from fp8core.metrics.episodes import turn_metrics
 from fp8core.metrics.registry import find_metric
-from fp8core.metrics.reward import reward_metrics
-from fp8core.metrics.rollout import STREAM_COLUMNS, UNVERIFIABLE, rollout_metrics, stream_metrics
+from fp8core.metrics.reward import reward_metrics, source_metrics
+from fp8core.metrics.rollout import STREAM_COLUMNS, UNVERIFIABLE, draw_metrics, rollout_metrics, stream_metrics
 from fp8core.metrics.scales import LAG_ERROR, SATURATED, scale_metrics
-from fp8core.metrics.sources import source_metrics
 from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import pad_column
+from fp8core.rl.correction import correction_rule
 from fp8core.rl.losses import ClipRange
-from fp8core.rl.presets import correction_rule
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.run.batches import baseline_mask, compared_rows, first_update_mask, lag_error, read_scales
 from fp8core.run.context import StepContext

@@ -21,7 +21,7 @@ from fp8core.data.source import read_rows
 from fp8core.evaluation.parts import part_costs
 from fp8core.numerics.recipe import RecipeName
 from fp8core.progress import Part
-from fp8core.run.precision_gap import read_subjects
+from fp8core.run.measurement import read_subjects
 
 RULES: tuple[RecipeName, ...] = ("fp32_activations", "pow2")
 SIZES = {512: ("all",), 64: ("rounding", "activations", "weights", "cache", "attention", "all")}

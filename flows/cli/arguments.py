@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from fp8core.store.outputs import Output
+from fp8core.durable import Output
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from io import TextIOWrapper
 from typing import NoReturn
 
-from flows.cli import audit, checkpoint, configuration, doctor, evaluate, parity, report, training, up
+from flows.cli import audit, configuration, doctor, export, measurement, training, up
 from flows.environment import NO_TELEMETRY, leave_working_directory_out
 from flows.launch import exit_with
 from flows.termination import ExitCode
@@ -20,7 +20,7 @@ from fp8core.errors import StoredFileError, UserError
 from fp8core.processes.variables import set_variables
 
 # In the order of the help.
-_SUBJECTS = (training, configuration, doctor, checkpoint, evaluate, audit, report, parity, up)
+_SUBJECTS = (training, configuration, doctor, export, measurement, audit, up)
 
 
 def call(arguments: Sequence[str] | None = None) -> int:

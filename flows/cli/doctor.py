@@ -53,7 +53,7 @@ def _verifiers() -> Iterator[str]:
 
 
 def _trackers() -> Iterator[str]:
-    from flows.tracking.registry import find_tracker
+    from flows.tracking.tracker import find_tracker
     from fp8core.config.shipped import TRACKERS
     from fp8core.store.manifest import installed_version
 

@@ -2,25 +2,25 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 
 import yaml
 
-from flows.tracking.metric_names import model_metrics, shown_metrics
 from flows.tracking.record import RecordFile
 from flows.tracking.tracker import CHAIN_TIP, RUN_DIRECTORY, TRAINING, Checkpoint, Table, Tracker
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.layers import leaves
 from fp8core.config.run import RunConfig, public_dump
+from fp8core.metrics import time
+from fp8core.metrics.registry import METRICS, find_metric
 from fp8core.metrics.rollout import TOKENS
 from fp8core.metrics.time import OVERHEAD, SECONDS, TOKENS_PER_SECOND
 from fp8core.report.completions import Row, largest_difference, pick_completions
 from fp8core.report.console import shows_sample
 from fp8core.report.pages import report_html
-from fp8core.report.run_data import compared_artifacts, read_run
-from fp8core.report.summary import CURVES, REPORT, overhead_ms
+from fp8core.report.run_data import CURVES, REPORT, compared_artifacts, overhead_ms, read_run
 from fp8core.report.text import pipeline_text
 from fp8core.run.context import RunContext
 from fp8core.run.execute import committed_step, step_metrics, stored_manifest
@@ -275,3 +275,31 @@ def _prompts(run: RunContext, index: int) -> dict[str, str]:
     store = run.store
     tables = [store.get_table(ref, ["prompt_id", "text"]).to_pylist() for ref in refs if store.path(ref).exists()]
     return {row["prompt_id"]: row["text"] for rows in tables for row in rows}
+
+
+CORE = "core/"
+DETAIL = "detail/"
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics by MLflow's names; some become their distance from the ideal."""
+    return {shown_name(name): find_metric(name).headline_value(value) for name, value in metrics.items()}
+
+
+def shown_name(name: str) -> str:
+    headline = find_metric(name).headline
+    return f"{CORE}{headline}" if headline else f"{DETAIL}{name}"
+
+
+def model_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a checkpoint, from those of its step, by the names of the run's own."""
+    names = [metric.name for metric in METRICS if metric.of_checkpoint]
+    return shown_metrics({name: metrics[name] for name in names if name in metrics})
+
+
+TIME_METRICS = (
+    *(f"{CORE}{metric.headline}" for metric in time.METRICS if metric.headline),
+    f"{DETAIL}time/",
+    "system/",
+)
+"""Beginnings of the names of metrics that two equal trainings need not share."""

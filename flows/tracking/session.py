@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 
 from flows.tracking.backlog import Backlog, write_report
 from flows.tracking.record import RecordFile, RunOutcome, ServiceRecord
-from flows.tracking.registry import find_tracker
-from flows.tracking.tracker import Outage, Tracker, Training
+from flows.tracking.tracker import Outage, Tracker, Training, find_tracker
 from fp8core.config.run import RunConfig, resume_command
 from fp8core.errors import UserError, first_line, without_passwords
 from fp8core.report.console import Console
-from fp8core.report.summary import REPORT
+from fp8core.report.run_data import REPORT
 from fp8core.run.context import RunContext
 from fp8core.run.loop import TrainingPaused
 from fp8core.run.open import open_directory, open_run

@@ -1,4 +1,4 @@
-"""The interface of a service that shows trainings, and its entry in the registry (`flows.tracking.registry`).
+"""The interface of a service that shows trainings, and its entry in the registry (`flows.tracking.tracker`).
 
 The ledger is the record of a training; a service is its picture. So every method of a `Tracker` may be repeated after
 a kill, or a lost answer, with the same arguments, and leaves nothing twice.
@@ -6,11 +6,15 @@ a kill, or a lost answer, with the same arguments, and leaves nothing twice.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flows.tracking.record import RunOutcome, ServiceRecord
 from fp8core.config.run import RunConfig
+from fp8core.config.shipped import TRACKERS
+from fp8core.errors import UserError
+from fp8core.user_code import import_attribute
 
 CHAIN_TIP = "chain_tip"
 """Tag: the newest link of the chain of manifests that was published (`manifest.ChainTip`)."""
@@ -102,3 +106,14 @@ class TrackerEntry:
     """Opens the run that tracking.json names, else a new one. Raises UserError: a new run cannot begin there."""
     check: Callable[[RunConfig], None] = lambda config: None
     """Called before any work. Raises UserError."""
+
+
+def find_tracker(service: str) -> TrackerEntry:
+    """Raises UserError: there is no such entry, or the package is missing that a shipped one is named after."""
+    place = f"tracking.services={service}"
+    if service in TRACKERS and find_spec(service) is None:
+        raise UserError(f"{place}: {service} is not installed (pip install 'fp8-grpo[{service}]')")
+    entry = import_attribute(TRACKERS.get(service, service), place)
+    if not isinstance(entry, TrackerEntry):
+        raise UserError(f"{place}: it is no TrackerEntry (flows/tracking/tracker.py)")
+    return entry

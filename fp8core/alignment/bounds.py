@@ -20,7 +20,7 @@ from fp8core.config.shipped import ENGINES
 from fp8core.errors import UserError
 from fp8core.metrics.scales import PROBE_DIFFERING, PROBE_ERROR
 from fp8core.rl.alignment_metrics import ESS, K3, TMPE, TOKENS_DIFFERING
-from fp8core.rl.presets import correction_rule
+from fp8core.rl.correction import correction_rule
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
 from fp8core.training.trainer import CLIP_FRACTION, MASK_DIFFERING, RATIO_BIAS, RATIO_DEVIATION, REWARD_SLOPE

@@ -5,15 +5,20 @@ from fnmatch import fnmatchcase
 from itertools import chain
 
 from fp8core.metric import Curve, Metric
-from fp8core.metrics import draws, episodes, reward, rollout, scales, sources, time
+from fp8core.metrics import episodes, reward, rollout, scales, time
 from fp8core.rl import alignment_metrics, correction, staleness
 from fp8core.store import metrics as start
 from fp8core.training import trainer
 
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
-    "reward": (*reward.METRICS, *start.OF_START["evaluation"].values(), start.HELDOUT_OF_SOURCE, *sources.METRICS),
+    "reward": (
+        *reward.METRICS,
+        *start.OF_START["evaluation"].values(),
+        start.HELDOUT_OF_SOURCE,
+        *reward.SOURCE_METRICS,
+    ),
     "start": tuple(start.OF_START["precision_gap"].values()),
-    "rollout": (*rollout.METRICS, *draws.METRICS),
+    "rollout": (*rollout.METRICS, *rollout.DRAW_METRICS),
     "environment": episodes.METRICS,
     "ahead": (*staleness.METRICS, *rollout.STREAM_METRICS),
     "training": (*trainer.METRICS, *correction.METRICS),

@@ -17,8 +17,7 @@ from fp8core.metrics.reward import REWARD
 from fp8core.metrics.rollout import TOKENS, UNVERIFIABLE
 from fp8core.report.chart import Collapse, count_text, format_tmpe, short, three_decimals
 from fp8core.report.diagnosis import Diagnosis, Evidence, diagnosis, run_commands
-from fp8core.report.run_data import RunData
-from fp8core.report.summary import EDGE_STEPS, Learning, compared_tokens, edge_steps, first_steps, last_steps
+from fp8core.report.run_data import EDGE_STEPS, Learning, RunData, compared_tokens, edge_steps, first_steps, last_steps
 from fp8core.rl.alignment_metrics import COMPARED_TOKENS, TMPE, TOKENS_DIFFERING
 from fp8core.store.ledger import START, BoundEntry
 from fp8core.store.metrics import HELDOUT, History, series

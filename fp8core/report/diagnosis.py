@@ -14,7 +14,7 @@ from fp8core.errors import printable
 from fp8core.metrics.reward import OUTCOME_SHARES, REWARD, SIGNAL, VERDICT_SCORE
 from fp8core.metrics.rollout import CUT_OFF, ENTROPY, LENGTH
 from fp8core.report.chart import count_text, short
-from fp8core.report.summary import EDGE_STEPS, Learning
+from fp8core.report.run_data import EDGE_STEPS, Learning
 from fp8core.store.ledger import START
 from fp8core.store.metrics import STEP, History
 from fp8core.store.run_view import RunView

@@ -20,11 +20,15 @@ Sources: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Pol
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 
-from fp8core.config.training import CorrectionConfig, FilterConfig
+from fp8core.config.section import suggestion
+from fp8core.config.training import CorrectionConfig, FilterConfig, WeightingConfig
+from fp8core.errors import UserError
 from fp8core.metric import Metric
 from fp8core.rl.alignment_metrics import clamp_exponent, k1, k2, k3
 
@@ -151,3 +155,24 @@ def correct(rule: CorrectionConfig, training: Tensor, rollout: Tensor, mask: Ten
 
 def _share(part: Tensor, whole: Tensor) -> float:
     return int(part.sum()) / max(int(whole.sum()), 1)
+
+
+_RULES = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text("utf-8"))
+PRESETS = {name: CorrectionConfig(method="custom", **rule) for name, rule in _RULES.items()}
+
+
+def correction_rule(config: CorrectionConfig) -> CorrectionConfig:
+    """Any configured correction as one of `method: custom`. Raises UserError: an unknown preset."""
+    match config.method:
+        case "none":
+            return PRESETS["none"]
+        case "token_tis":
+            weighting = WeightingConfig(level="token", action="truncate", high=config.cap)
+            return CorrectionConfig(method="custom", weighting=weighting)
+        case "preset":
+            assert config.preset is not None, "CorrectionConfig demands a name"
+            if config.preset not in PRESETS:
+                raise UserError(f"correction.preset: no preset {config.preset!r}; {suggestion(config.preset, PRESETS)}")
+            return PRESETS[config.preset]
+        case "custom":
+            return config

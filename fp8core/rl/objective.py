@@ -10,7 +10,7 @@ from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, DistillationConfig, Lo
 from fp8core.config.training import CorrectionConfig
 from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.batch import RolloutBatch
-from fp8core.rl.correction import correct
+from fp8core.rl.correction import correct, correction_rule
 from fp8core.rl.losses import (
     AGGREGATIONS,
     Aggregate,
@@ -27,7 +27,6 @@ from fp8core.rl.losses import (
     reinforce,
     token_mean,
 )
-from fp8core.rl.presets import correction_rule
 from fp8core.rl.user_loss import load_loss
 
 PolicyLoss = Callable[[LossInputs, ClipRange, Aggregate], LossOutput]

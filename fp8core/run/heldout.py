@@ -12,7 +12,7 @@ import pyarrow as pa
 from fp8core.environments.pool import Pool
 from fp8core.environments.protocol import TurnRecord
 from fp8core.metrics.episodes import episode_means
-from fp8core.metrics.sources import means_by_source
+from fp8core.metrics.reward import means_by_source
 from fp8core.progress import Progress, tell_progress
 from fp8core.rewards.scorer import OUTCOMES, Key
 from fp8core.rollout.engine import Completion, RolloutEngine

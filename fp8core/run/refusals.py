@@ -12,8 +12,8 @@ from fp8core.metrics.reward import VERIFIER_SCORES
 from fp8core.models.hub import model_shape
 from fp8core.plan.run_plan import check_fit, plan_run
 from fp8core.resources.memory import machine_of
+from fp8core.rl.correction import correction_rule
 from fp8core.rl.objective import Objective, whole_batch_setting
-from fp8core.rl.presets import correction_rule
 from fp8core.rollout.registry import continuation_of, engine_entry
 from fp8core.run.build import members_node, wants_gpus
 from fp8core.store.ledger import CARRIED_KINDS, START, LedgerView

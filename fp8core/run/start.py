@@ -36,8 +36,8 @@ from fp8core.run.context import RunContext, gc_freeze
 from fp8core.run.draws import NO_DRAWS
 from fp8core.run.execute import TaskResult, run_start_task
 from fp8core.run.heldout import heldout_artifacts
+from fp8core.run.measurement import measure_gap
 from fp8core.run.policy import initial_trainer, push
-from fp8core.run.precision_gap import measure_gap
 from fp8core.run.rollouts import prompt_table
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import canonical_json, parse_model

@@ -15,7 +15,7 @@ from fp8core.run.execute import step_metrics
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
 from fp8core.run.refusals import graph_of
-from flows.tracking.metric_names import shown_metrics
+from flows.tracking.backlog import shown_metrics
 
 config, said = load_config("tiny", json.loads(sys.argv[1])), io.StringIO()
 with (

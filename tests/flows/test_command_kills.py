@@ -17,7 +17,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.settings import PREFECT_API_URL
 
-from flows.tracking.metric_names import TIME_METRICS
+from flows.tracking.backlog import TIME_METRICS
 from flows.tracking.store import default_tracking_uri
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER

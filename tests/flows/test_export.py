@@ -8,9 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from flows.cli import main
-from fp8core.models.checkpoint import find_checkpoint
+from fp8core.models.checkpoint import find_checkpoint, write_fp8_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.quantised_checkpoint import write_fp8_checkpoint
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.recipe import POW2
 

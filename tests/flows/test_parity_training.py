@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL
 
-from flows.parity import parity
-from flows.parity_training import train_apart
+from flows.parity import parity, train_apart
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 

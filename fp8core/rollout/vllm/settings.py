@@ -20,9 +20,9 @@ from typing import Any
 from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture, with_whole_tiles
+from fp8core.models.checkpoint import block_fp8_section
 from fp8core.models.families import parameter_shapes
 from fp8core.models.families.config_json import architecture_to_hf
-from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import is_linear, rollout_formats
 from fp8core.numerics.attention import decode_kernel_takes
 from fp8core.rollout.aligned import POINTS, aligned_config, is_aligned

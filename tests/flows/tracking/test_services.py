@@ -30,7 +30,7 @@ def test_an_outage_of_one_service_holds_back_no_other(copy_of_trained, monkeypat
 
 
 def test_a_missing_package_is_one_line(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("flows.tracking.registry.find_spec", lambda name: None)
+    monkeypatch.setattr("flows.tracking.tracker.find_spec", lambda name: None)
     assert main(["run", "tiny", "--set", "tracking=[wandb]"]) == 2
     told = capsys.readouterr().err
     assert "tracking.services=wandb: wandb is not installed (pip install 'fp8-grpo[wandb]')" in told

@@ -8,8 +8,7 @@ from published_copy import Copy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flows.tracking.record import ServiceRecord, read_record
-from flows.tracking.registry import find_tracker
-from flows.tracking.tracker import Table, Training
+from flows.tracking.tracker import Table, Training, find_tracker
 from fp8core.config.load import load_config
 
 

@@ -12,8 +12,7 @@ from offline_wandb import OfflineRun
 from published_copy import KILLED, Copy
 
 from flows.tracking.record import ServiceRecord, read_record
-from flows.tracking.registry import find_tracker
-from flows.tracking.tracker import Outage, Table, Training
+from flows.tracking.tracker import Outage, Table, Training, find_tracker
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
 
 from fp8core.errors import UserError
-from fp8core.models.checkpoint import find_checkpoint, initial_weights, save_checkpoint
-from fp8core.models.quantised_checkpoint import write_fp8_checkpoint
+from fp8core.models.checkpoint import find_checkpoint, initial_weights, save_checkpoint, write_fp8_checkpoint
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.recipe import FP32, POW2, Grouping

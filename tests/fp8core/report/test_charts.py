@@ -5,10 +5,9 @@ import math
 
 import pytest
 
-from fp8core.report.chart import Bound, Chart, Collapse, Series, split_constant
+from fp8core.report.chart import Bound, Chart, Collapse, Series, curve_chart, section_metrics, split_constant
 from fp8core.report.drawing import draw_png
 from fp8core.report.pages import chart_figure
-from fp8core.report.training_charts import curve_chart, section_metrics
 
 NAN, INF = math.nan, math.inf
 

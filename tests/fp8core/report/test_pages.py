@@ -6,11 +6,9 @@ from html.parser import HTMLParser
 import pytest
 
 from fp8core.alignment.bounds import stored_bounds
-from fp8core.report.chart import Bound
-from fp8core.report.pages import Section, render_page, report_html
+from fp8core.report.chart import Bound, bound_lines
+from fp8core.report.pages import Section, Table, render_page, report_html
 from fp8core.report.run_data import read_run
-from fp8core.report.tables import Table
-from fp8core.report.training_charts import bound_lines
 from fp8core.rl.alignment_metrics import TMPE
 
 SECTIONS = [

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8core.report.summary import overhead_ms, summarise, union_seconds
+from fp8core.report.run_data import overhead_ms, summarise, union_seconds
 
 ticks = st.integers(0, 60)
 intervals = st.lists(st.tuples(ticks, ticks).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=8)

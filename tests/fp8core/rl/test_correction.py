@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from fp8core.config.training import CorrectionConfig, FilterConfig, FilterName, WeightingConfig
 from fp8core.errors import UserError
-from fp8core.rl.correction import correct, log_ratio, passes
-from fp8core.rl.presets import correction_rule
+from fp8core.rl.correction import correct, correction_rule, log_ratio, passes
 
 GOLDEN_D = [0.1, -1.5, 0.8, -10.0, 0.3]
 GOLDEN_R = [1.1052, 0.2231, 2.2255, 4.54e-5, 1.3499]

@@ -13,9 +13,9 @@ from fp8core.config.loss import SHIPPED_LOSSES, LossConfig
 from fp8core.config.training import CorrectionConfig, FilterConfig
 from fp8core.rl import losses
 from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rl.correction import PRESETS
 from fp8core.rl.losses import AGGREGATIONS, ClipRange, Denominator, LossInputs
 from fp8core.rl.objective import Objective, merge_totals, whole_batch_setting
-from fp8core.rl.presets import PRESETS
 
 LOW, HIGH, CAP = 0.2, 0.28, 1.5
 MEANS = {"aggregation": "seq-mean-token-mean"}

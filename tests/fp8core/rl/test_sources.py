@@ -13,9 +13,9 @@ import torch
 from fp8core.config.loss import LossConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.rl.correction import PRESETS
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, merge_totals
-from fp8core.rl.presets import PRESETS
 
 LOW, HIGH = 0.2, 0.28
 

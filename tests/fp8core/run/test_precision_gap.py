@@ -4,7 +4,7 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.evaluation.measure import compared_prompts
-from fp8core.run import precision_gap
+from fp8core.run.measurement import gap_line
 from fp8core.store.ledger import START
 
 BF16 = {"linear": "bf16", "kv_cache": "bf16"}
@@ -35,7 +35,7 @@ def test_accuracies_are_those_of_runs_in_both_precisions(loop_run):
         assert found["value"] == mean(scores_of(run)[:16])
         assert 0 <= found["low"] <= found["value"] <= found["high"] <= 1
     assert gap["difference"]["value"] == pytest.approx(gap["accuracy"]["value"] - gap["bf16_accuracy"]["value"])
-    line, both = precision_gap.gap_line(gap), [gap[name]["value"] for name in ("accuracy", "bf16_accuracy")]
+    line, both = gap_line(gap), [gap[name]["value"] for name in ("accuracy", "bf16_accuracy")]
     assert "held-out {:.3f} and {:.3f} (16 prompts)".format(*both) in line
     assert len(line) <= 100
     # Formats with 3 and 7 bits of mantissa are apart, and not far.
