@@ -13,7 +13,6 @@ from flows.tracking.tracker import CHAIN_TIP, RUN_DIRECTORY, TRAINING, Checkpoin
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.layers import leaves
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.metrics import time
 from fp8core.metrics.registry import METRICS, find_metric
 from fp8core.metrics.rollout import TOKENS
 from fp8core.metrics.time import OVERHEAD, SECONDS, TOKENS_PER_SECOND
@@ -295,11 +294,3 @@ def model_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a checkpoint, from those of its step, by the names of the run's own."""
     names = [metric.name for metric in METRICS if metric.of_checkpoint]
     return shown_metrics({name: metrics[name] for name in names if name in metrics})
-
-
-TIME_METRICS = (
-    *(f"{CORE}{metric.headline}" for metric in time.METRICS if metric.headline),
-    f"{DETAIL}time/",
-    "system/",
-)
-"""Beginnings of the names of metrics that two equal trainings need not share."""

@@ -35,15 +35,6 @@ def forward_gemm(x: Codes, weight: Codes) -> Tensor:
     return y
 
 
-def grouped_gemm(x: Codes, weights: Codes, experts: Tensor) -> Tensor:
-    library = _deep_gemm_on(x[0].device)
-    assert library is not None, "grouped products need DeepGEMM"
-    y = torch.empty(x[0].shape[0], weights[0].shape[1], dtype=torch.bfloat16, device=x[0].device)
-    # Blocks of padding are not multiplied: zeros are written.
-    library.m_grouped_fp8_gemm_nt_contiguous(x, weights, y, experts, disable_ue8m0_cast=True)
-    return y
-
-
 def weight_gradient_gemm(grad: Codes, x: Codes, total: Tensor | None = None) -> Tensor:
     if (library := _deep_gemm_on(grad[0].device)) is None:
         product = _scaled_mm(grad, _ROWS, x, _ROWS, torch.float32)

@@ -5,7 +5,6 @@ Two columns are masks of `rl.batch`. `written` is `policy_mask`, the tokens of a
 `keep` is `row_mask`.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -227,10 +226,6 @@ def _check_columns(columns: pa.Schema, schema: TableSchema, place: object) -> No
             column_type = column_type.value_type
         if not inner.equals(column_type):
             raise StoredFileError(f"{place}: {column.name}: of type {inner}, expected {column_type}")
-
-
-def text_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 HELDOUT_SAMPLES = 8

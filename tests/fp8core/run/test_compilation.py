@@ -70,8 +70,8 @@ def test_trainer_and_warm_start_call_every_operation_that_has_a_kernel(small, ca
     called.clear()
     warm_up(fp8, arch, PACKS[:2])
     assert {"packed_attention_backward", "swiglu", "adamw"} <= called, "the warm start trains in BF16"
-    # The kernel of attention calls the first three, and SGLang the last two.
-    inside = {"head_codes", "head_values", "head_gradients", "drawn_tokens", "grouped_gemm"}
+    # The kernel of attention calls the first three, and SGLang the last one.
+    inside = {"head_codes", "head_values", "head_gradients", "drawn_tokens"}
     assert both == dispatch.OPERATIONS.keys() - inside
 
 
