@@ -96,7 +96,6 @@ def evaluate(
 
 
 def measure_precisions(request: EvaluationRequest, checkpoint: EvaluatedPolicy) -> EvaluationResult:
-    """Measure in each precision, and compare each with the first."""
     config = checkpoint.config
     configs = variants(request, config)
     with closing(build_verifier(config.reward, config.source_rewards)) as verifier:

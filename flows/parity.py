@@ -120,7 +120,6 @@ def _verdict(plan: ParityPlan, failures: dict[tuple[str, int], str]) -> Any:
 
 
 def train_one(name: str, training: Training) -> State[Any]:
-    """Train as a flow run of this name; returns how it ended."""
     if engine_entry(training.config).own_process:
         return train_apart(name, training.parameters)
     flow: Any = grpo.with_options(flow_run_name=name)

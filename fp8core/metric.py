@@ -74,7 +74,6 @@ class Metric:
 
     @property
     def key(self) -> str:
-        """The name without its group."""
         return self.name.partition("/")[2]
 
     @property

@@ -197,8 +197,6 @@ ParityOutcome = Literal["PASS", "FAIL", "NOT ENOUGH DATA"]
 
 
 class Check(NamedTuple):
-    """One thing that was judged."""
-
     variant: str
     name: str
     outcome: ParityOutcome
@@ -287,7 +285,6 @@ def _outcome_of(low: float, high: float) -> ParityOutcome:
 def _learning(
     name: str, runs: Sequence[TrainingMeasurement], baseline: Sequence[TrainingMeasurement], config: ParityConfig
 ) -> Iterator[Check]:
-    """Accuracy over the whole curve and at its end."""
     pairs = _pairs(runs, baseline)
     what = "held-out accuracy minus BF16"
     enough = len(pairs) > 1
@@ -311,7 +308,6 @@ def _pairs(runs: Sequence[TrainingMeasurement], baseline: Sequence[TrainingMeasu
 
 
 def parity_markdown(name: str, checks: Sequence[Check], measurements: Sequence[TrainingMeasurement]) -> str:
-    """The headline, every check, and the accuracy of each training."""
     of = {(one.variant, one.seed): one.accuracy for one in measurements if one.accuracy is not None}
     seeds = sorted({one.seed for one in measurements})
     accuracies = [

@@ -16,8 +16,6 @@ from tasks.step import step
 
 
 class FilterOptions(Section):
-    """Selection of the groups that stay."""
-
     groups: int | None = Field(
         None, ge=1, description="Keep the first so many groups with a signal; null keeps all of them."
     )

@@ -14,8 +14,6 @@ from tasks.step import step
 
 
 class ShapeOptions(Section):
-    """Overlong shaping and filtering."""
-
     max_length: int = Field(ge=1, description="Tokens at which the penalty is complete.")
     buffer: int = Field(ge=1, description="Tokens below max_length over which the penalty grows linearly.")
     penalty: float = Field(1.0, ge=0, le=1000, description="Reward taken at max_length.")

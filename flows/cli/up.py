@@ -328,7 +328,6 @@ def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:
 
 
 def _unfinished_runs(client: "SyncPrefectClient", pool: str) -> "list[FlowRun]":
-    """Runs of a pool that have begun and not ended."""
     from prefect.client.schemas.filters import (
         FlowRunFilter,
         FlowRunFilterState,

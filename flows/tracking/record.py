@@ -17,8 +17,6 @@ RunOutcome = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class ServiceRecord(BaseModel):
-    """A training in one tracking service."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     uri: str = Field(description="Store, server or folder, without its password.")
@@ -36,8 +34,6 @@ class ServiceRecord(BaseModel):
 
 
 class TrackingRecord(BaseModel):
-    """The content of tracking.json."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     services: dict[str, ServiceRecord] = Field(default_factory=dict, description="By name in `tracking.services`.")
@@ -58,7 +54,6 @@ class TrackingRecord(BaseModel):
         return TrackingRecord.model_validate({**self.model_dump(), **fields})
 
     def with_service(self, service: str, **fields: Any) -> "TrackingRecord":
-        """With other fields of one service."""
         services = self.model_dump()["services"]
         return self.changed(services={**services, service: {**services.get(service, {}), **fields}})
 

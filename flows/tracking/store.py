@@ -41,7 +41,6 @@ def quiet_store_logs() -> None:
 
 
 def default_tracking_uri(runs: Path) -> str:
-    """The sqlite store beside the run folders."""
     return f"sqlite:///{runs.absolute() / 'mlflow.db'}"
 
 

@@ -61,7 +61,6 @@ class Tracker:
 
     @property
     def page(self) -> str | None:
-        """Address of the run's charts."""
         return None
 
     def links(self) -> Mapping[str, str]:
@@ -89,8 +88,6 @@ class Tracker:
 
 @dataclass(frozen=True)
 class Training:
-    """The training that a tracker is opened for."""
-
     config: RunConfig
     name: str
     id: str

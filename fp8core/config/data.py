@@ -30,8 +30,6 @@ class ChainTaskConfig(Section):
 
 
 class DataConfig(Section):
-    """Where prompts come from."""
-
     source: UserSource = Field(
         "chain",
         min_length=1,

@@ -13,8 +13,6 @@ from fp8core.config.steps import Feature
 
 
 class StepConfig(Section):
-    """One step of the iteration."""
-
     name: str = Field(min_length=1, max_length=60, pattern=r"^[a-z][a-z0-9_]*$", description="Name of the step.")
     uses: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="Import path: `tasks.rollout:rollout`.")
     needs: dict[str, str | None] | list[str] = Field(

@@ -17,8 +17,6 @@ PointsName = Literal["stepwise", "native", "kernels", "fused"]
 
 
 class SidePrecision(Section):
-    """Formats of rollout or training."""
-
     linear: LinearFormat = Field("fp8_block", description="Linear layers.")
     kv_cache: CacheFormat = Field("fp8", description="K and V; fp8 in training emulates cache and attention.")
     head: HeadFormat = Field("fp32", description="Logits.")
@@ -53,8 +51,6 @@ class TrainingPrecision(SidePrecision):
 
 
 class PrecisionContract(Section):
-    """Formats of both sides, and what they share."""
-
     rollout: SidePrecision = Field(default_factory=SidePrecision)
     training: TrainingPrecision = Field(default_factory=TrainingPrecision)
     scale_rule: RecipeName = Field("fp32_activations", description="Recipe of block FP8 (docs/concepts/precision.md).")
@@ -109,6 +105,4 @@ class StopConfig(Section):
 
 
 class AlignmentConfig(Section):
-    """Distance that the sampling policy may have from the training policy."""
-
     stop: StopConfig = Field(default_factory=StopConfig)

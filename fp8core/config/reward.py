@@ -151,8 +151,6 @@ class OtherVerifierConfig(Section):
 
 
 class RewardConfig(Section):
-    """Scores of completions."""
-
     verifier: Verifier = Field(
         "chain",
         description=f"{', '.join(SHIPPED_VERIFIERS)}; or your function, `module:name` or `path/to/file.py:name`.",

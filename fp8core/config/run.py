@@ -41,8 +41,6 @@ class RefillConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Generation of completions."""
-
     engine: Annotated[str, choice_of(ENGINES, "ENGINE")] = Field(
         "embedded", description="embedded (exact, on the CPU), vllm, sglang, or your own: `module:ENGINE`."
     )
@@ -132,8 +130,6 @@ class KeepConfig(Section):
 
 
 class ArtifactsConfig(Section):
-    """Files of a step that are kept."""
-
     keep: KeepConfig | None = Field(None, description="What `fp8-grpo gc` leaves; null keeps every step.")
 
 
@@ -148,8 +144,6 @@ class ReplayConfig(Section):
 
 
 class RunConfig(Section):
-    """A whole training."""
-
     name: str = Field(min_length=1, max_length=80, description="Name of the configuration.")
     run: str | None = Field(
         None,

@@ -68,8 +68,6 @@ class OptimiserConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Optimisation of the policy."""
-
     trainer: Literal["torch", "megatron"] = Field("torch", description="torch: exact on a CPU, packed on a GPU.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Of the torch trainer.")
     packed: bool | None = Field(None, description="Packed sequences; false: the exact trainer; null: on a GPU.")

@@ -18,8 +18,6 @@ _BLOCK = 256
 
 
 class Part(PromptSource, Protocol):
-    """A source that may be one of several."""
-
     def at(self, position: int, count: int, seed: int) -> list[Problem]:
         """Problems for training from a position (from 0) on; a pure function of its arguments."""
 

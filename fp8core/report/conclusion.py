@@ -146,7 +146,6 @@ class Conclusion(NamedTuple):
     paragraphs: list[str]
 
     def collapses(self, label: str) -> list[Collapse]:
-        """The line of the charts of the run, or nothing."""
         step = None if self.diagnosis is None else self.diagnosis.collapse
         return [] if step is None else [Collapse(label, step)]
 

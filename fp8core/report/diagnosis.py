@@ -151,7 +151,6 @@ def diagnosis(evidence: Evidence) -> Diagnosis | None:
 
 
 def _cause(evidence: Evidence) -> tuple[str, str, str] | None:
-    """A cause, what shows it, and what to change."""
     if evidence.most("timeout", "crashed"):
         longer = ", or raise its timeout_seconds" * evidence.most("timeout")
         return "Verifier failed", evidence.ends, f"Repair the verifier or environment{longer}"
@@ -223,7 +222,6 @@ def mean_shares(history: History) -> dict[str, float]:
 
 
 def run_commands(view: RunView) -> tuple[str, str]:
-    """The run as commands take it, and the command that continues it."""
     name = view.folder.name
     if view.config is None:
         return name, f"fp8-grpo resume {name}"

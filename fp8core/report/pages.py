@@ -280,7 +280,6 @@ _SUMMARIES: Mapping[Summary, Callable[[Sequence[float]], float]] = {
 
 
 def numbers_table(runs: Sequence[RunData]) -> Table:
-    """Every number that a run has, a column a run."""
     numbers = [_numbers(run) for run in runs]
     rows = [
         (name, *(one[name] or MISSING for one in numbers)) for name in numbers[0] if any(one[name] for one in numbers)

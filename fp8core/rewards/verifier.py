@@ -154,8 +154,6 @@ class ConcurrentVerifier(Verifier):
 
 
 class VerifierPool(ConcurrentVerifier):
-    """Processes that serve one scorer."""
-
     def __init__(self, key: str, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int) -> None:
         super().__init__(f"{key}={name}")
         settings = {"name": name, "options": dict(options)}

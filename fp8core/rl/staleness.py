@@ -76,7 +76,6 @@ def _lag(old: Tensor, rollout: Tensor, mask: Tensor, cap: float) -> dict[str, fl
 
 
 def staleness_metrics(ages: Tensor, mask: Tensor) -> dict[str, float]:
-    """Mean and largest age of a token, and the share of the tokens that are of an age."""
     whole = ages[mask].double()
     shares = {f"share_{suffix}": int(inside.sum()) / len(whole) for suffix, inside in by_age(ages, mask)}
     return {"staleness_mean": float(whole.mean()), "staleness_max": float(whole.max()), **shares}

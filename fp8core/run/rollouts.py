@@ -131,7 +131,6 @@ def text_until(text: str, strings: Sequence[str]) -> str:
 
 
 def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None:
-    """Prompt, text and reward of the first completion of a step."""
     store = run.store
     refs = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
     if not {"prompts", "rollouts", "rewards"} <= refs.keys():

@@ -162,7 +162,6 @@ class ArtifactStore:
             return parse_model(self._read(ref), StepManifest, f"{self.path(ref)}: not of kind manifest")
 
     def shards(self, step: int) -> "RolloutShards":
-        """The durable rollouts of a step that is under way."""
         return RolloutShards(self._root / shards_place(step))
 
     def _commit(self, kind: str, extension: str, data: bytes) -> Ref:

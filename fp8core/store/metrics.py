@@ -82,6 +82,5 @@ def _field(content: Any, path: str) -> float | None:
 
 
 def series(history: History, name: str) -> tuple[list[int], list[float]]:
-    """The steps that have a metric, and its values."""
     points = [(int(row[STEP]), row[name]) for row in history if name in row]
     return [step for step, _ in points], [value for _, value in points]

@@ -23,5 +23,4 @@ def layer_parts(arch: Architecture) -> LayerParts:
 
 
 def parameter_shapes(arch: Architecture) -> Shapes:
-    """Name and shape of every parameter, in the Hugging Face layout (`out x in` for linears)."""
     return family_of(arch).parameter_shapes(arch)
