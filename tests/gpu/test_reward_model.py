@@ -35,7 +35,7 @@ def test_scores_repeat_and_are_near_those_of_the_cpu(model: Path, dtype: str, to
     def rewards(device: str) -> torch.Tensor:
         options = {"model": str(model), "device": device, "dtype": dtype}
         with closing(build_verifier(RewardConfig(verifier="reward_model", options=options))) as verifier:
-            return torch.tensor([verdict.reward for verdict in verifier.verify(requests)])
+            return torch.tensor([verdict.score for verdict in verifier.verify(requests)])
 
     found = rewards("cuda")
     assert torch.equal(found, rewards("cuda"))

@@ -65,7 +65,7 @@ def test_the_trainer_scores_each_token_with_the_weights_that_wrote_it(loop_run, 
             for version in {version for row in rollouts["versions"].to_pylist() for version in row}:
                 rewind_to(live, version)
                 scales = read_scales(live, carried_artifacts(live, version + 1)["scales"])
-                scored = live.trainer.logprobs(token_batch(rollouts), 1.0, scales.layers).logprobs
+                scored = live.trainer.logprobs(token_batch(rollouts, live.config), 1.0, scales.layers).logprobs
                 for ours, theirs, row in zip(scored, behaviour, rollouts.to_pylist(), strict=True):
                     written = torch.tensor(row["versions"]) == version
                     assert torch.equal(ours[: len(written)][written], torch.tensor(theirs["logprobs"])[written])
