@@ -189,11 +189,33 @@ def fused_table(rows: Sequence[Row]) -> str:
     return table(["16,384 tokens of Qwen3-8B", "fused, us", "torch, us"], lines)
 
 
+def support_table(rows: Sequence[Row]) -> str:
+    """Milliseconds to find supports, of flat and of steep logits."""
+    cells: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row.get("kernel") in ("truncation", "vLLM") and "logits" in row:
+            cuts = [
+                f"{name} {row[name]}" for name in ("top_k", "top_p", "min_p") if row.get(name) not in (None, 1.0, 0.0)
+            ]
+            name = ", ".join(cuts) or "vLLM's sort: top_k 20, top_p 0.95"
+            cells.setdefault(name, {})[row["logits"]] = row
+    lines = [
+        [
+            name,
+            *(f"{found[logits]['microseconds'] / 1000:.2f}" for logits in ("flat", "steep")),
+            str(found["flat"].get("predicted_microseconds", 0) / 1000 or ""),
+        ]
+        for name, found in cells.items()
+    ]
+    return table(["256 x 151,936 logits, ms", "flat", "steep", "predicted"], lines)
+
+
 def _kernel_tables() -> list[str]:
     return [
         quantiser_table(stored("kernels_hopper")),
         fused_table(stored("fused_hopper")),
         decode_table(stored("attention_hopper")),
+        support_table(stored("kernels_hopper")),
         _table_of("attention_forward", "whole_attention_table"),
     ]
 
