@@ -4,12 +4,13 @@
     python docs/screenshots.py mlflow runs/first runs/mixed
     python docs/screenshots.py report runs/first runs/mixed runs/collapse
     python docs/screenshots.py prefect http://127.0.0.1:4200 "$PREFECT_API_AUTH_STRING"
+    make docs && python docs/screenshots.py site
 
-The first one shows a run, a comparison, checkpoints and completions in MLflow. Both runs must be
+The first one shows the list of runs, a run, a comparison and completions in MLflow. Both runs must be
 tracked in one store or server. The second one shows reports, of two runs and of one that collapsed, wide and narrow,
 light and dark. The third one shows pages of Prefect's server that `fp8-grpo up` runs: deployments, a
 run, one of its steps, and the form that starts one. The run is the one of `fp8-grpo/tiny` that ended last. A short one
-makes readable pictures:
+makes readable pictures (below). The last one shows the first page of build/site.
 
     prefect deployment run fp8-grpo/tiny --watch --param steps=8
 
@@ -56,6 +57,8 @@ DRAWN = """() => {
 }"""
 """True when the charts that a page of MLflow shows have their data; a flat line has no height, so it is not visible."""
 NO_ASSISTANT = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
+COLUMNS = ["Dataset", "Source", "core/1_reward", "core/2_heldout", "core/3_error_minus_1", "core/4_k3"]
+"""Of the list of runs: two that are hidden then, and four that are shown."""
 COLOURS = 192
 PATIENCE_SECONDS = 180.0
 SETTLE_MS = 3000
@@ -68,6 +71,7 @@ def main() -> None:
     services = parser.add_subparsers(dest="service", required=True)
     services.add_parser("mlflow").add_argument("runs", metavar="RUN", nargs=2, type=Path, help="folder of a run")
     services.add_parser("report").add_argument("runs", metavar="RUN", nargs=3, type=Path, help="folder of a run")
+    services.add_parser("site")
     prefect = services.add_parser("prefect")
     prefect.add_argument("server", help="its address")
     prefect.add_argument("login", help="PREFECT_API_AUTH_STRING of that server")
@@ -76,6 +80,11 @@ def main() -> None:
         mlflow_pictures(options.runs, options.out)
     elif options.service == "report":
         report_pictures(options.runs, options.out)
+    elif options.service == "site":
+        with browser() as page:
+            page.goto((IMAGES.parents[1] / "build" / "site" / "index.html").as_uri())
+            page.wait_for_timeout(SETTLE_MS)
+            keep(page.screenshot(), options.out / "site.png")
     else:
         prefect_pictures(options.server, options.login, options.out)
 
@@ -92,6 +101,14 @@ def mlflow_pictures(runs: list[Path], out: Path) -> None:
             page.wait_for_function(DRAWN)
             page.wait_for_timeout(SETTLE_MS)
             keep(page.screenshot(), out / f"{name}.png")
+        page.set_viewport_size({"width": WIDTH, "height": 450})
+        page.goto(f"{address}/#/experiments/{records[0].experiment_id}/runs?workflowType=machine_learning")
+        page.get_by_role("button", name="Columns").click()
+        for column in COLUMNS:
+            page.get_by_role("dialog").get_by_text(column, exact=True).first.click()
+        page.keyboard.press("Escape")
+        page.wait_for_timeout(SETTLE_MS)
+        keep(page.screenshot(), out / "mlflow-runs.png")
         page.set_viewport_size(TABLE)
         page.goto(completions_page(address, records[1]))
         page.get_by_role("cell", name=re.compile("[0-9]=$")).first.wait_for()
