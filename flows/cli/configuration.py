@@ -102,7 +102,7 @@ def plan_config(options: argparse.Namespace) -> int:
     graph_on(config, "cpu" if machine.gpu is None else machine.gpu.platform)
     plan = plan_run(config, arch, machine)
     say(plan_text(plan))
-    completions = config.rollout.drawn_prompts * config.rollout.group_size
+    completions = config.rollout.most_prompts * config.rollout.group_size
     for key, judge in config.judges.items():
         requests = f"up to {completions:,} requests a step, {judge.concurrency} at a time"
         say(f"{key}: {requests}, to {judge.model} at {judge.url}")
