@@ -200,11 +200,12 @@ def _next(run: RunData, learning: Learning, found: Diagnosis | None) -> str | No
         return None
     if run.steps_left:
         return f"{resume} trains the {count_text(run.steps_left, 'step')} left, if nothing trains it now"
+    solved = finite(run.history, HELDOUT.name)[-1:] == [1.0]
     actions: dict[Learning, str] = {
         "learned": f"fp8-grpo evaluate {place} --samples 2, then fp8-grpo export {place} --step {last} FOLDER",
         "learned its prompts alone": "add training problems, or set loss.reference_kl",
         "got worse": "lower training.learning_rate",
-        "not learned": "raise training.learning_rate",
+        "not learned": "choose harder problems" if solved else "raise training.learning_rate",
         "too short to tell": f"{resume} --set steps={2 * max(last, EDGE_STEPS)} trains on",
     }
     return actions[learning]

@@ -118,6 +118,7 @@ def test_the_head_names_what_decided_first_and_the_speed(run: RunData) -> None:
         ((0.9, 0.1), RISING, "loss.reference_kl"),
         ((0.9, 0.1), RISING[::-1], "lower training.learning_rate"),
         ((0.5, 0.5), LEVEL, "raise training.learning_rate"),
+        ((1.0, 1.0), LEVEL, "choose harder problems"),
     ],
 )
 def test_one_action_follows_from_the_conclusion(run: RunData, heldout, rewards, action: str) -> None:
