@@ -292,7 +292,7 @@ def check_outcomes(config: RunConfig, turns: pa.Table | None) -> None:
 
 
 def failures(config: RunConfig, verdicts: Sequence[Verdict]) -> str | None:
-    """A line on answers that a verifier could not check. Raises UserError: none could be checked."""
+    """A line on answers that a verifier could not check. Raises UserError: one could check none."""
     unchecked = [verdict for verdict in verdicts if verdict.outcome in UNCHECKED_OUTCOMES]
     lines = list[str]()
     total = len(verdicts)
@@ -307,6 +307,10 @@ def failures(config: RunConfig, verdicts: Sequence[Verdict]) -> str | None:
     others = [(part.name, each) for each in verdicts for part in each.side_scores if part.outcome in UNCHECKED_OUTCOMES]
     if others:
         counts_by_name = Counter(name for name, _ in others)
+        scored = sum(bool(each.side_scores) for each in verdicts)
+        for name, each in others:
+            if counts_by_name[name] == scored:
+                raise UserError(f"reward.others.{name}: no answer could be checked: {each.detail}")
         parts = ", ".join(f"{count} of {total} by reward.others.{name}" for name, count in counts_by_name.items())
         lines.append(f"not checked: {parts}: {others[0][1].detail}")
     return "; ".join(lines) or None

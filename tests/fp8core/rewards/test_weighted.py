@@ -63,8 +63,11 @@ def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_ver
     assert failures(load_config("tiny"), [checked]) is None
     assert (reward_of(noted), noted.outcome) == (1.0, "right")
     assert "mine: own.py:6: ZeroDivisionError" in noted.detail
-    with pytest.raises(UserError, match=r"others: mine: no answer could be checked: own.py:4: ZeroDivisionError"):
-        verdicts({"others": failing[1:]}, "#3", "a#3")
+    # A round of a step may fail as a whole: the step tells.
+    failed = verdicts({"others": failing[1:]}, "#3", "a#3")
+    with pytest.raises(UserError, match=r"others.mine: no answer could be checked: mine: own.py:4: ZeroDivisionError"):
+        failures(load_config("tiny"), failed)
+    assert failures(load_config("tiny"), [*failed, checked]) is not None
     config = load_config("tiny", {"reward.others": [other]})
     assert own_code(config) == {"reward.others.vowels.verifier": other["verifier"]}
 
