@@ -33,7 +33,8 @@ def settings(server, place):
             return {"reward": reward(server), "rollout": {"group_size": 2, "refill": {"max_batches": 3}}}
         case "beside":
             return {"reward": {"verifier": "chain", "others": [{"name": "taste", "weight": 0.5, **reward(server)}]}}
-    return {"data": [{"name": "open", "source": "chain", **reward(server)}, {"name": "closed", "source": "chain"}]}
+    in_turn = reward(server, concurrency=1)
+    return {"data": [{"name": "open", "source": "chain", **in_turn}, {"name": "closed", "source": "chain"}]}
 
 
 @pytest.mark.parametrize(
@@ -56,8 +57,10 @@ def test_a_replay_asks_nobody_and_no_file_has_the_key(loop_run, server, monkeypa
         described = described[part]
     assert described == {"verifier": "judge", "url": server.url, "model": "m"}
     assert not any(KEY.encode() in path.read_bytes() for path in run.folder.rglob("*") if path.is_file())
-    # Those of a step that was generated ahead, of which the clock may leave none.
-    assert mode == "asynchronous" or (run.folder / ANSWERS).exists() == (mode == "one_step_off")
+    # Replies about a step that was generated ahead. The last evaluation asks in turn after them, but no judge beside:
+    # the run may end before a slow server has replied.
+    if place != "beside":
+        assert (run.folder / ANSWERS).exists() == (mode != "synchronous")
     before = len(server.bodies)
     monkeypatch.delenv("JUDGE_KEY")
     assert [verdict.outcome for verdict in run.replayed(range(3))] == ["equal"] * 3
