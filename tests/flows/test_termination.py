@@ -108,7 +108,8 @@ def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workp
     (workplace / "signals").unlink()
     code, out, err = command("resume", "once", "--trust", "--json", "once.json")
     assert code == 0
-    assert err.splitlines() == [f"{folder}: uses code or servers that its run.json names: pipeline.steps.reward.uses={REWARD}"]
+    names = f"pipeline.steps.reward.uses={REWARD}"
+    assert err.splitlines() == [f"{folder}: uses code or servers that its run.json names: {names}"]
     assert "continues after step 2; 0 updates redone from rollouts" in out
     never_stopped = whole_run.ledger.steps()[4].weights_digest
     assert json.loads((workplace / "once.json").read_text())["weights_digest"] == never_stopped
