@@ -69,7 +69,9 @@ class DecodeImpl(FlashAttentionImpl):
         **more: Any,
     ) -> Tensor:
         """As FlashAttention's. It computes a step with prompts first, so that decodes do not depend on these."""
-        if attn_metadata is None or attn_metadata.max_query_len > 1 or attn_metadata.use_cascade:
+        # vLLM 0.32 has no cascade attention any more.
+        cascades = getattr(attn_metadata, "use_cascade", False)
+        if attn_metadata is None or attn_metadata.max_query_len > 1 or cascades:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest, **more)
         if attn_metadata is not None:
             lengths = attn_metadata.seq_lens
