@@ -174,7 +174,9 @@ def explicit_attention(form, qkv: Qkv, mask: Tensor, scales: LayerScales | None,
     q, k, v = (part.double() for part in qkv)
     if scales is not None:
         limits = [448 * scale for scale in (scales.q, scales.k, scales.v)]
-        clamped = [x.clamp(-limit, limit) for x, limit in zip((q, k, v), limits, strict=True)]
+        # At a bound the gradient of `clamp` is 1 or 0, by version of torch.
+        pairs = zip((q, k, v), limits, strict=True)
+        clamped = [torch.where(x.abs() <= limit, x, limit * x.sign()) for x, limit in pairs]
         codes = [passing(x, stored(x.detach(), limit / 448)) for x, limit in zip(clamped, limits, strict=True)]
         q, k, v = codes if form is FP8 else (q, *codes[1:])
     k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
