@@ -77,11 +77,10 @@ def _check_truncation(config: RunConfig) -> None:
         f"rollout.engine={rollout.engine}": engine_entry(config).truncates,
         f"training.trainer={config.training.trainer}": trainer_of(config.training).truncates,
     }
-    for setting in (setting for setting, truncates in sides.items() if rollout.truncation and not truncates):
-        raise UserError(
-            f"rollout.top_k={rollout.top_k}, top_p={rollout.top_p:g}, min_p={rollout.min_p:g}: {setting} has whole "
-            "distributions alone (`truncates` of its entry); set them to null, 1 and 0"
-        )
+    cuts = {"top_k": (rollout.top_k, None), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
+    cut = ", ".join(f"rollout.{name}={value}" for name, (value, whole) in cuts.items() if value != whole)
+    for setting in (setting for setting, truncates in sides.items() if cut and not truncates):
+        raise UserError(f"{cut}: {setting} has whole distributions alone (`truncates` of its entry); unset one of both")
 
 
 def _check_source(config: RunConfig) -> None:
