@@ -271,8 +271,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":
         for problem in chain(
-            _model_problems(self),
+            # Sources of one name would hide each other.
             _data_problems(self),
+            _model_problems(self),
             _update_problems(self),
             _episode_problems(self),
             _judge_problems(self),

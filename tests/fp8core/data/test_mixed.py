@@ -140,7 +140,7 @@ def test_verifiers_share_the_workers_and_answer_for_their_source(tmp_path: Path)
 @pytest.mark.parametrize(
     ("data", "more", "said"),
     [
-        ([{"name": "a"}, {"name": "a"}], {}, "data: two sources have one name"),
+        ([{"name": "a"}, {"name": "a", "source": "b.jsonl"}], {}, "data: two sources have one name"),
         ([{"name": "a", "weighty": 2}], {}, "data.a.weighty: unknown key; did you mean weight?"),
         ([{"name": "a", "weight": 0}], {}, "data.a.weight: must be greater than or equal to 0.000001, got 0"),
         ([{"name": "a", "options": {"x": 1}}], {}, "data.a: options are those of a verifier; set verifier"),
