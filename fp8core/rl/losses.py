@@ -196,8 +196,9 @@ def _clipped_loss(
 ) -> LossOutput:
     raw_loss = -x.advantages * ratio
     clipped_loss = -x.advantages * clip.clip(ratio)
-    terms = torch.maximum(raw_loss, clipped_loss)
     constant = clipped_loss > raw_loss
+    # Of equal ones the raw one: the gradient of `clamp` at a bound is 1 or 0, by version of torch.
+    terms = torch.where(constant, clipped_loss, raw_loss)
     if clip.dual is not None:
         ceiling = -clip.dual * x.advantages
         above = (x.advantages < 0) & (terms > ceiling)

@@ -235,6 +235,9 @@ def single(advantage, log_ratio, old=-1.0):
         (CLIP, -1.0, 1.5, 1.5, 0),
         (CLIP, -1.0, 0.5, 0.8, 1),
         (CLIP, 0.0, 1.5, 0.0, 0),
+        # At both bounds at once.
+        (ClipRange(low=0.0, high=0.0), 1.0, 1.0, -1.0, 0),
+        (ClipRange(low=0.0, high=0.0), -1.0, 1.0, 1.0, 0),
         (DUAL, -1.0, 5.0, 3.0, 1),
         (DUAL, -1.0, 2.5, 2.5, 0),
         (DUAL, 1.0, 5.0, -1.28, 1),
