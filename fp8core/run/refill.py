@@ -83,6 +83,8 @@ def select(
         ends += ends_of(prompts, *row_tables(answered, config, run.tokenizer))
         verdicts += verdicts_of(run.verifier, ends[len(verdicts) :])
         failures(config, verdicts)
+        # Equal requests of a later round have this reply, also where the commit of the step before let it go.
+        run.answers.recall(judgement for verdict in verdicts for judgement in verdict.judgements)
         turn_rewards = [sum(turn.reward for turn in row.turns) for row in rows]
         rewards = rewards_of(config, prompts, [row.key for row in rows], ends, verdicts, turn_rewards)
         visits = list(_visits(rows, rewards, draws.of_step(index), config))

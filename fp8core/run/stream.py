@@ -333,8 +333,9 @@ class StreamWriter:
     def _store(self, over: Sequence[Completion]) -> None:
         rows = [{**row.row(), "parts": [*self._parts[_sample(row)].items()]} for row in over]
         self._shards.append(with_experts(pa.Table.from_pylist(rows, schema=PLAYED_EPISODES), over))
-        # The verifier may begin while others are generated.
-        for batch in sorted({row.batch for row in over}):
+        # The verifier may begin while others are generated. A replay has the judgements of its own step alone.
+        batches = {row.batch for row in over} if self._run.replayed is None else {self._index}
+        for batch in sorted(batches):
             rows_of_batch = [row for row in over if row.batch == batch]
             prompts = [self._prompt(batch, group) for group in sorted({row.group for row in rows_of_batch})]
             ends = ends_of(prompts, *row_tables(rows_of_batch, self._run.config, self._run.tokenizer))

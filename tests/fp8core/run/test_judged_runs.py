@@ -78,6 +78,19 @@ def test_replies_about_groups_that_are_generated_again_are_recorded_too(loop_run
     assert len(server.bodies) == before
 
 
+@pytest.mark.parametrize("mode", ["one_step_off", "asynchronous"])
+def test_equal_requests_of_a_step_have_one_reply_of_a_judge_that_changes_its_mind(loop_run, server, tmp_path, mode):
+    """Steps repeat prompts and completions, also those that the step before asked about."""
+    server.reply = lambda text, before: f"Score: 0.{(int(tenths(text)[-1]) + before) % 3}"
+    rows = [json.dumps({"question": f"{number}+1=", "answer": "1"}) for number in range(12)]
+    (tmp_path / "few.jsonl").write_text("\n".join(rows))
+    few = {"name": "few", "source": str(tmp_path / "few.jsonl"), "weight": 1000.0}
+    data = {"data": [few, {"name": "rest", "source": "chain", "weight": 0.001}], "evaluation.prompts": 1}
+    refill = {"rollout.refill": {"max_batches": 4}, "rollout.temperature": 0.2, "pipeline.mode": mode}
+    run = loop_run("changing", steps=4, reward=reward(server), **data, **refill)
+    assert [verdict.outcome for verdict in run.replayed(range(1, 5))] == ["equal"] * 4
+
+
 def test_an_episode_ends_by_a_judge(loop_run, server, digits):
     environment = {"name": f"{digits}:Digits", "max_turns": 12, "turn_tokens": 3}
     settings = {"rollout.max_new_tokens": 28, "rollout.group_size": 4, "rollout.prompts_per_step": 2}
