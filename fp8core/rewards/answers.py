@@ -45,9 +45,6 @@ class Answers:
             for request in [*self._new] if requests is None else requests:
                 self._new.pop(request, None)
 
-    def close(self) -> None:
-        return
-
 
 class RecordedAnswers(Answers):
     """Of a replay, which sends no request."""
@@ -65,7 +62,6 @@ class AnswerLog(Answers):
         """A torn last line is removed. Raises UserError: the disk."""
         super().__init__()
         self._path = path
-        self._file: FileIO | None = None
         try:
             lines, end = durable.read_lines(path)
             os.truncate(path, end)
@@ -83,10 +79,11 @@ class AnswerLog(Answers):
         line = f"{json.dumps(judgement)}\n".encode()
         with self._lock:
             try:
-                if self._file is None:
-                    self._file = FileIO(self._path, "a")
+                is_new = not self._path.exists()
+                with FileIO(self._path, "a") as file:
+                    durable.append_durably(file, line)
+                if is_new:
                     durable.sync_path(self._path.parent)
-                durable.append_durably(self._file, line)
             except OSError as error:
                 raise UserError(f"cannot append to {self._path}: {durable.write_problem(error)}") from error
             self._new[judgement.request] = judgement
@@ -94,18 +91,8 @@ class AnswerLog(Answers):
     def forget(self, requests: Collection[str] | None = None) -> None:
         super().forget(requests)
         with self._lock:
-            self._close_file()
             if self._new:
                 lines = "".join(f"{json.dumps(judgement)}\n" for judgement in self._new.values())
                 durable.write_file(self._path, lines.encode())
             else:
                 self._path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        with self._lock:
-            self._close_file()
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None

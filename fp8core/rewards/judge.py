@@ -19,16 +19,8 @@ from pydantic import JsonValue
 from fp8core.config.reward import PLACEHOLDER, JudgeOptions
 from fp8core.errors import UserError, first_line, printable, whole_characters
 from fp8core.processes.variables import secret
+from fp8core.rewards import scorer
 from fp8core.rewards.answers import Answers, RecordedAnswers
-from fp8core.rewards.scorer import (
-    DETAIL_CHARACTERS,
-    RIGHT,
-    Judgement,
-    ScoreRequest,
-    Verdict,
-    VerdictOutcome,
-    unparsed_answer,
-)
 from fp8core.rewards.verifier import ConcurrentVerifier, Request
 
 _FIRST_WAIT_SECONDS = 0.5
@@ -85,13 +77,13 @@ class Judge(ConcurrentVerifier):
         await asyncio.gather(*asking, return_exceptions=True)
         await self._client.aclose()
 
-    def _submit(self, request: Request) -> "Future[Verdict]":
-        assert isinstance(request, ScoreRequest), "no reference is checked"
+    def _submit(self, request: Request) -> "Future[scorer.Verdict]":
+        assert isinstance(request, scorer.ScoreRequest), "no reference is checked"
         return asyncio.run_coroutine_threadsafe(self._verdict(request), self._loop)
 
-    async def _verdict(self, request: ScoreRequest) -> Verdict:
+    async def _verdict(self, request: scorer.ScoreRequest) -> scorer.Verdict:
         if request.finish != "stop":
-            return unparsed_answer("cut off before the end of sequence")
+            return scorer.unparsed_answer("cut off before the end of sequence")
         body = self._body(message_text(self._options.template, request))
         content = json.dumps({"url": self._options.url, **body}, sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()
@@ -121,9 +113,9 @@ class Judge(ConcurrentVerifier):
         }
         return {name: value for name, value in body.items() if value is not None}
 
-    async def _ask(self, digest: str, body: Mapping[str, JsonValue], retries: int) -> Judgement:
+    async def _ask(self, digest: str, body: Mapping[str, JsonValue], retries: int) -> scorer.Judgement:
         """Raises UserError: the server would refuse every request."""
-        outcome: VerdictOutcome = "crashed"
+        outcome: scorer.VerdictOutcome = "crashed"
         seconds = self._options.timeout_seconds
         for attempt in range(retries + 1):
             asked_wait = 0.0
@@ -137,7 +129,7 @@ class Judge(ConcurrentVerifier):
             else:
                 if response.is_success:
                     return self._judgement(digest, response)
-                problem = self._public(_problem(response))[:DETAIL_CHARACTERS]
+                problem = self._public(_problem(response))[: scorer.DETAIL_CHARACTERS]
                 outcome, detail = "crashed", f"HTTP {response.status_code}: {problem}"
                 if response.status_code in _ALL_REQUESTS_FAIL:
                     raise UserError(f"{self._setting}: {self._options.url}: {detail}; {self._cure(response)}")
@@ -149,37 +141,35 @@ class Judge(ConcurrentVerifier):
                 # Not all at once.
                 wait = _FIRST_WAIT_SECONDS * 2**attempt * random.uniform(0.5, 1.0)
                 await asyncio.sleep(min(max(wait, asked_wait), _LONGEST_WAIT_SECONDS))
-        return Judgement(digest, "", 0.0, outcome, self._public(detail)[:DETAIL_CHARACTERS])
+        return scorer.Judgement(digest, "", 0.0, outcome, self._public(detail)[: scorer.DETAIL_CHARACTERS])
 
-    def _judgement(self, digest: str, response: httpx.Response) -> Judgement:
+    def _judgement(self, digest: str, response: httpx.Response) -> scorer.Judgement:
         try:
             reply = response.json()["choices"][0]["message"]["content"] or ""
         except (ValueError, LookupError, TypeError):
-            return Judgement(digest, "", 0.0, "crashed", "the reply is no chat completion")
+            return scorer.Judgement(digest, "", 0.0, "crashed", "the reply is no chat completion")
         return self._read(digest, self._public(whole_characters(str(reply))))
 
-    def _read(self, digest: str, reply: str) -> Judgement:
+    def _read(self, digest: str, reply: str) -> scorer.Judgement:
         options = self._options
         said = printable(" ".join(reply.split()))[:_SAID_CHARACTERS]
         groups = [match[1] for match in self._pattern.finditer(reply)]
         try:
             score = float(groups[-1])
         except (IndexError, TypeError, ValueError):
-            return Judgement(digest, reply, 0.0, "unparsed", f"no score in {said!r}")
+            return scorer.Judgement(digest, reply, 0.0, "unparsed", f"no score in {said!r}")
         if not options.lowest <= score <= options.highest:
-            return Judgement(digest, reply, 0.0, "unparsed", f"{score:g} is not a score: {said}")
+            return scorer.Judgement(digest, reply, 0.0, "unparsed", f"{score:g} is not a score: {said}")
         reward = (score - options.lowest) / (options.highest - options.lowest)
         is_right = score >= options.least_right
         detail = "" if is_right else f"score {score:g}: {said}"
-        return Judgement(digest, reply, reward, "right" if is_right else "wrong", detail)
+        return scorer.Judgement(digest, reply, reward, "right" if is_right else "wrong", detail)
 
-    def _verdict_of(self, judgement: Judgement) -> Verdict:
+    def _verdict_of(self, judgement: scorer.Judgement) -> scorer.Verdict:
         # A stored reply is read again: the record shows what the pattern makes of it.
         if judgement.outcome not in ("timeout", "crashed"):
             judgement = self._read(judgement.request, judgement.reply)
-        if judgement.outcome == "right" and judgement.score == RIGHT.score:
-            return Verdict(1.0, "right", "", judgements=(judgement,))
-        return Verdict(judgement.score, judgement.outcome, judgement.detail, judgements=(judgement,))
+        return scorer.Verdict(judgement.score, judgement.outcome, judgement.detail, judgements=(judgement,))
 
     def _public(self, text: str) -> str:
         return text if self._secret is None else text.replace(self._secret, "***")
@@ -195,7 +185,7 @@ class Judge(ConcurrentVerifier):
         return f"set {variable} to a key that it takes"
 
 
-def message_text(template: str, request: ScoreRequest) -> str:
+def message_text(template: str, request: scorer.ScoreRequest) -> str:
     """The template with the fields of a request; what they hold is not replaced again."""
     fields: dict[str, Any] = json.loads(request.columns or "{}")
     fields |= {"answer": request.answer, "completion": request.completion}

@@ -33,17 +33,7 @@ from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rollout.engine import sample_seed
 from fp8core.rollout.episodes import task_of
 from fp8core.rollout.registry import longest_prompt, longest_row
-from fp8core.run.build import (
-    BaseModel,
-    build_base,
-    build_environment,
-    build_teacher,
-    find_base,
-    find_teacher,
-    members_node,
-    open_cluster,
-    wants_gpus,
-)
+from fp8core.run import build
 from fp8core.run.context import RunContext
 from fp8core.run.policy import initial_trainer
 from fp8core.run.refusals import check_cluster, check_memory, graph_of, uncorrected_lag
@@ -75,7 +65,7 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
         yield directory
 
 
-def _notes(config: RunConfig, base: BaseModel) -> Iterator[str]:
+def _notes(config: RunConfig, base: build.BaseModel) -> Iterator[str]:
     if (lora := config.training.lora) is not None:
         yield frozen_line(base.arch, lora)
     if (warning := uncorrected_lag(config)) is not None:
@@ -93,16 +83,15 @@ def open_run(
 ) -> Iterator[RunContext]:
     """Raises UserError: model, data or verifier cannot be used, or do not fit into memory."""
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
-    check_memory(config, members_node(config), directory.ledger)
+    check_memory(config, build.members_node(config), directory.ledger)
     with ExitStack() as parts:
         # Too few GPUs, or a node of other code: before anything is loaded.
-        if (cluster := open_cluster(config)) is not None:
+        if (cluster := build.open_cluster(config)) is not None:
             parts.callback(cluster.close)
             cluster.workers.check_shared_folder(directory.path)
         with console.part("loading the model"):
-            base = build_base(config)
+            base = build.build_base(config)
         answers = AnswerLog(directory.path / ANSWERS) if replayed is None else RecordedAnswers()
-        parts.callback(answers.close)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.source_rewards, answers)))
         with console.part("checking the data"):
             source, left_out, remark = check_data(config, base, source, verifier)
@@ -119,7 +108,7 @@ def open_run(
         environment = None
         environment_description = recorded_environment
         if config.environment is not None and replayed is None:
-            environment = parts.enter_context(closing(build_environment(config.environment)))
+            environment = parts.enter_context(closing(build.build_environment(config.environment)))
             positions = longest_row(config, base.arch)
             check_opening(list(source.to_check()), config, base.tokenizer, positions, environment, config.seed)
             environment_description = environment.description
@@ -142,7 +131,7 @@ def open_run(
             store=directory.store,
             ledger=directory.ledger,
             build_reference=lambda: initial_trainer(run),
-            build_teacher=lambda: build_teacher(config, base.tokenizer, cluster),
+            build_teacher=lambda: build.build_teacher(config, base.tokenizer, cluster),
             rebuild_policies=lambda versions: rebuild_policies(run, versions),
             tokenizer=base.tokenizer,
             arch=base.arch,
@@ -161,7 +150,7 @@ def open_run(
             replayed=replayed,
         )
         torch.set_num_threads(config.threads)
-        if not wants_gpus(config):
+        if not build.wants_gpus(config):
             keep_freed_memory()
         try:
             yield run
@@ -178,7 +167,7 @@ def check_settings(config: RunConfig, *, new_code: bool = False) -> None:
     assert config.run is not None, "the command or the flow names the run"
     graph_of(config)
     check_folder(config, new_code=new_code)
-    node = members_node(config)
+    node = build.members_node(config)
     check_memory(config, node, stored_ledger(config))
     check_cluster(config, node)
 
@@ -190,7 +179,7 @@ def check_inputs(config: RunConfig) -> None:
         data.unreadable == "refuse" for data in config.sources.values()
     ):
         check_same_data(config, ledger, source.digest())
-    base = find_base(config)
+    base = build.find_base(config)
     # A run that goes on has its warm start behind it, and reads them no more.
     has_warm_start = ledger is not None and "warm_start" in ledger.tasks(START)
     if config.warm_start is not None and config.warm_start.demonstrations is not None and not has_warm_start:
@@ -202,16 +191,16 @@ def check_inputs(config: RunConfig) -> None:
     if base.checkpoint is not None:
         base.checkpoint.check_head()
     if config.environment is not None:
-        with closing(build_environment(config.environment)) as pool:
+        with closing(build.build_environment(config.environment)) as pool:
             positions = longest_row(config, base.arch)
             check_opening(list(source.to_check()), config, base.tokenizer, positions, pool, config.seed)
 
 
-def check_data(config: RunConfig, base: BaseModel, source: PromptSource, verifier: Verifier) -> CheckedSource:
+def check_data(config: RunConfig, base: build.BaseModel, source: PromptSource, verifier: Verifier) -> CheckedSource:
     check_stop_strings(config, base.tokenizer)
     check_template_arguments(config, base.tokenizer)
     if config.loss.distillation.teacher is not None:
-        check_teacher(config, base.arch, find_teacher(config, base.tokenizer).architecture)
+        check_teacher(config, base.arch, build.find_teacher(config, base.tokenizer).architecture)
     return check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
 
 
