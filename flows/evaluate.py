@@ -11,17 +11,8 @@ import torch
 from prefect import flow, get_run_logger
 from pydantic import Field
 
+from flows import evaluation
 from flows.environment import bound_mlflow_requests
-from flows.evaluation import (
-    EvaluatedPolicy,
-    EvaluationRequest,
-    open_policy,
-    precisions_by_part,
-    problems,
-    questions,
-    refuse,
-    variants,
-)
 from flows.launch import long_part, say
 from flows.orchestration import FlowOverrides, failed_state, prepare_logs
 from flows.tracking.results import log_evaluation
@@ -77,11 +68,13 @@ def evaluate(
     bound_mlflow_requests()
     quiet_store_logs()
     prepare_logs()
-    request = EvaluationRequest(target, step, config, data, prompts, samples, k, precisions, seed, overrides, parts)
+    request = evaluation.EvaluationRequest(
+        target, step, config, data, prompts, samples, k, precisions, seed, overrides, parts
+    )
     try:
         file = None if output is None else Output("output", output)
-        refuse(request)
-        with open_policy(request) as checkpoint:
+        evaluation.refuse(request)
+        with evaluation.open_policy(request) as checkpoint:
             result = measure_precisions(request, checkpoint)
             if file is not None:
                 file.write(f"{result.model_dump_json(indent=2)}\n".encode())
@@ -95,18 +88,20 @@ def evaluate(
     return result.model_dump(mode="json")
 
 
-def measure_precisions(request: EvaluationRequest, checkpoint: EvaluatedPolicy) -> EvaluationResult:
+def measure_precisions(
+    request: evaluation.EvaluationRequest, checkpoint: evaluation.EvaluatedPolicy
+) -> EvaluationResult:
     config = checkpoint.config
-    configs = variants(request, config)
+    configs = evaluation.variants(request, config)
     with closing(build_verifier(config.reward, config.source_rewards)) as verifier:
         with long_part("checking the data"):
-            solvable, left_out = problems(request, config, verifier)
+            solvable, left_out = evaluation.problems(request, config, verifier)
         if left_out:
             say(f"{left_out_text(left_out, len(solvable) + len(left_out))} and left out")
-        question_set = questions(request, config, solvable)
+        question_set = evaluation.questions(request, config, solvable)
         answers = {name: _answer(name, one, question_set, verifier.main) for name, one in configs.items()}
         verifier_description = verifier.describe()
-    parts = {name: _parts(name, one, solvable) for name, one in precisions_by_part(request, config).items()}
+    parts = {name: _parts(name, one, solvable) for name, one in evaluation.precisions_by_part(request, config).items()}
     base, *others = answers
     return EvaluationResult(
         target=request.target,

@@ -18,16 +18,8 @@ from flows.training_pages import TrainingPages
 from fp8core.config.step_graph import PlannedStep, StepGraph
 from fp8core.report.console import shows_sample
 from fp8core.report.run_data import overhead_ms
+from fp8core.run import execute
 from fp8core.run.context import RunContext
-from fp8core.run.execute import (
-    TaskResult,
-    carried_artifacts,
-    commit_step,
-    run_step,
-    step_key,
-    step_metrics,
-    stored_result,
-)
 from fp8core.run.loop import Execution, next_step, save_last
 from fp8core.run.measurement import gap_line
 from fp8core.run.rollouts import written_sample
@@ -43,7 +35,7 @@ class FlowExecution(Execution):
     def __init__(self, session: Session, pages: TrainingPages, stop: StopRequest) -> None:
         graph = session.run.graph
         self._session, self._pages, self._stop = session, pages, stop
-        self._steps = {planned.name: _as_task(run_step, planned.name) for planned in graph.steps}
+        self._steps = {planned.name: _as_task(execute.run_step, planned.name) for planned in graph.steps}
         self._producers = {planned.name: _producers(graph, planned) for planned in graph.steps}
         self._calls: dict[str, Any] = {}
         self._last: list[State[Any]] = []
@@ -62,13 +54,13 @@ class FlowExecution(Execution):
         self._last = [state]
         return result
 
-    def iterate(self, run: RunContext, index: int) -> dict[str, TaskResult]:
+    def iterate(self, run: RunContext, index: int) -> dict[str, execute.TaskResult]:
         """Each step begins when the steps whose artifacts it reads have ended, whatever else is under way.
 
         An update of the live trainer runs in this thread. So does the first of those that may begin where none is under
         way: a call costs less than a submission.
         """
-        artifacts, results = carried_artifacts(run, index), dict[str, TaskResult]()
+        artifacts, results = execute.carried_artifacts(run, index), dict[str, execute.TaskResult]()
         states, under_way = dict[str, State[Any]](), dict[PrefectFuture[Any], str]()
 
         def bound(planned: PlannedStep) -> tuple[Any, dict[str, Any]]:
@@ -76,7 +68,9 @@ class FlowExecution(Execution):
             ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
             after = [states[producer] for producer in sorted(self._producers[planned.name])]
             options = {"index": index, "wait_for": after or None}
-            if (stored := stored_result(run, index, planned, step_key(run, index, planned, ports))) is not None:
+            if (
+                stored := execute.stored_result(run, index, planned, execute.step_key(run, index, planned, ports))
+            ) is not None:
                 return _as_task(_cached_state, planned.name), {"stored": quote(stored), **options}
             arguments = {"run": quote(run), "planned": quote(planned), "inputs": quote(ports)}
             return self._steps[planned.name], arguments | options
@@ -107,10 +101,10 @@ class FlowExecution(Execution):
         finally:
             wait([*under_way])
         self._last = [states[name] for name in states.keys() - set().union(*self._producers.values())]
-        self.call(run, "commit", index, partial(commit_step, run, index))
+        self.call(run, "commit", index, partial(execute.commit_step, run, index))
         return results
 
-    def stage_done(self, run: RunContext, name: str, result: TaskResult) -> None:
+    def stage_done(self, run: RunContext, name: str, result: execute.TaskResult) -> None:
         if name == "precision_gap" and not result.is_reused:
             run.console.note(gap_line(run.store.get_json(result.entry.outputs["precision_gap"])))
 
@@ -131,13 +125,13 @@ class FlowExecution(Execution):
     def written(self, run: RunContext) -> None:
         self._session.wake()
 
-    def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
+    def step_done(self, run: RunContext, index: int, results: Mapping[str, execute.TaskResult]) -> None:
         began, end = self._began, time.perf_counter()
         intervals = [*self._intervals, *(result.interval for result in results.values())]
         self._session.overheads.append(overhead_ms((began, end), intervals))
         seconds = {name: result.entry.seconds for name, result in results.items()}
         with self._pages.place():  # So that its lines are on its page, too.
-            run.console.step({**step_metrics(run, index), "step": index}, end - began, seconds)
+            run.console.step({**execute.step_metrics(run, index), "step": index}, end - began, seconds)
             if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
                 run.console.sample(*found)
         self._pages.end_step(Completed())
@@ -156,7 +150,7 @@ def _producers(graph: StepGraph, reader: PlannedStep) -> set[str]:
     return {step.name for step in graph.steps if not read.isdisjoint(step.outputs.values())}
 
 
-def _cached_state(index: int, stored: TaskResult) -> State[TaskResult]:
+def _cached_state(index: int, stored: execute.TaskResult) -> State[execute.TaskResult]:
     """A user sees what a resumed run did not repeat."""
     return Completed(name="Cached", data=stored)
 

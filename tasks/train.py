@@ -7,15 +7,7 @@ import torch
 from fp8core.alignment.bounds import ratio_holds_age
 from fp8core.config.steps import NoOptions
 from fp8core.rl.batch import pad_column
-from fp8core.run.batches import (
-    UPDATE_COLUMNS,
-    compared_rows,
-    read_scales,
-    rollout_batch,
-    stored_scores,
-    stored_update,
-    trainer_of_policy,
-)
+from fp8core.run import batches
 from fp8core.run.context import StepContext
 from fp8core.run.reference import next_reference
 from fp8core.store.artifacts import Ref
@@ -56,24 +48,24 @@ def train(
     Old log-probs are then those of the one forward, or the rollout's own (`logprobs.source`). An audited one that
     differs fails the step before the first update. Rows that a filter dropped have scores too."""
     store = run.store
-    trainer = trainer_of_policy(run, policy)
+    trainer = batches.trainer_of_policy(run, policy)
     config = run.config
     version = trainer.version
     temperature = config.rollout.temperature
-    layers = read_scales(run, scales).layers
+    layers = batches.read_scales(run, scales).layers
     versions = ["versions"] if logprobs is None and ratio_holds_age(config) else []
-    table = store.get_table(rollouts, [*UPDATE_COLUMNS, *versions])
+    table = store.get_table(rollouts, [*batches.UPDATE_COLUMNS, *versions])
     tables = {name: store.get_table(ref) for name, ref in signals.items()}
     old = None if logprobs is None else store.get_table(logprobs)
-    batch = rollout_batch(table, store.get_table(rewards), old, tables, config)
+    batch = batches.rollout_batch(table, store.get_table(rewards), old, tables, config)
     if logprobs is not None:
-        outputs = stored_update(run, trainer.step(batch, temperature, layers), batch, table)
+        outputs = batches.stored_update(run, trainer.step(batch, temperature, layers), batch, table)
     else:
         assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
         takes_rollout = config.logprobs.source == "rollout"
         if takes_rollout:
             keys = enumerate(keys_of(table))
-            compared_mask = compared_rows(config, index, batch.policy_mask).tolist()
+            compared_mask = batches.compared_rows(config, index, batch.policy_mask).tolist()
             labels = {row: f"group {group}, sample {sample}" for row, (group, sample) in keys if compared_mask[row]}
             batch = replace(batch, audited=labels)
             if versions and (older := pad_column(table["versions"], torch.int64, version) < version).any():
@@ -82,7 +74,9 @@ def train(
         if takes_rollout:
             score = replace(score, logprobs=torch.where(batch.fresh_mask, batch.rollout_logprobs, score.logprobs))
         scored_batch = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=score.logprobs)
-        outputs = stored_update(run, report, scored_batch, table) | stored_scores(run, version, table, score)
+        outputs = batches.stored_update(run, report, scored_batch, table) | batches.stored_scores(
+            run, version, table, score
+        )
     if reference_policy is not None:
         outputs["next_reference_policy"] = next_reference(run, index, reference_policy)
     return outputs

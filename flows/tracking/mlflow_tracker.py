@@ -16,19 +16,8 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus, M
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
+from flows.tracking import store
 from flows.tracking.record import RunOutcome, ServiceRecord, mark_dead
-from flows.tracking.store import (
-    check_artifact_place,
-    check_server,
-    get_or_create_experiment,
-    is_server,
-    prepare_store,
-    public_address,
-    resolve_tracking_uri,
-    store_errors,
-    store_of_folder,
-    ui_command,
-)
 from flows.tracking.tracker import RUN_DIRECTORY, TRAINING, Checkpoint, Outage, Table, Tracker, TrackerEntry, Training
 from fp8core.errors import UserError, printable_lines, without_passwords
 
@@ -59,16 +48,16 @@ class MlflowTracker(Tracker):
         store is not to be used.
         """
         config = training.config
-        with store_errors(uri):
-            client = prepare_store(uri, config.runs)
+        with store.store_errors(uri):
+            client = store.prepare_store(uri, config.runs)
             run = None if run_id is None else _find_run(client, run_id)
             if run is None:
-                experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
+                experiment = store.get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
                 tags = {TRAINING: training.id, RUN_DIRECTORY: str(training.folder)}
                 run = _run_with_tags(client, experiment, tags) or client.create_run(
                     experiment, None, tags, training.name
                 )
-            check_artifact_place(uri, run, config.tracking.uri)
+            store.check_artifact_place(uri, run, config.tracking.uri)
             client.update_run(run.info.run_id, "RUNNING")  # A deleted run is refused.
         return cls(training, uri, run.info.experiment_id, run.info.run_id)
 
@@ -80,16 +69,16 @@ class MlflowTracker(Tracker):
     @property
     def page(self) -> str:
         """Address of the run's charts; without its last word the UI shows its pages for agents."""
-        server = public_address(self.uri) if is_server(self.uri) else UI_ADDRESS
+        server = store.public_address(self.uri) if store.is_server(self.uri) else UI_ADDRESS
         run = f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
         return f"{run}/model-metrics?workflowType=machine_learning"
 
     def links(self) -> Mapping[str, str]:
-        ui = ui_command(self.uri)
+        ui = store.ui_command(self.uri)
         return {self.title: self.page} if ui is None else {"MLflow UI": ui, "MLflow run": self.page}
 
     def start(self, settings: Mapping[str, object]) -> None:
-        with store_errors(self.uri):
+        with store.store_errors(self.uri):
             run = self.client.get_run(self.run_id)
             self.client.update_run(self.run_id, status="RUNNING")
             if ERROR in run.data.tags:
@@ -112,20 +101,20 @@ class MlflowTracker(Tracker):
             self._monitor.start()
 
     def set_tags(self, tags: Mapping[str, str], note: str | None = None) -> None:
-        with store_errors(self.uri):
+        with store.store_errors(self.uri):
             rows = [RunTag(name, printable_lines(text)[:_LONGEST]) for name, text in tags.items()]
             rows += [] if note is None else [RunTag(NOTE, note)]
             for batch in _batches(rows, _PARAMS):
                 self.client.log_batch(self.run_id, tags=batch)
 
     def log_step(self, step: int, metrics: Mapping[str, float], committed_ms: int, tags: Mapping[str, str]) -> None:
-        with store_errors(self.uri):
+        with store.store_errors(self.uri):
             rows = [Metric(name, float(value), committed_ms, step) for name, value in metrics.items()]
             for batch in _batches(rows, _METRICS):
                 self.client.log_batch(self.run_id, batch, tags=[RunTag(name, text) for name, text in tags.items()])
 
     def log_artifact(self, place: str, content: str | Path | Table) -> None:
-        with store_errors(self.uri):
+        with store.store_errors(self.uri):
             match content:
                 case Path():
                     self.client.log_artifact(self.run_id, str(content), place.rpartition("/")[0] or None)
@@ -146,7 +135,7 @@ class MlflowTracker(Tracker):
 
     def log_checkpoint(self, checkpoint: Checkpoint) -> None:
         """As a READY model; one that a kill left PENDING is completed. The files stay where they are."""
-        with store_errors(self.uri):
+        with store.store_errors(self.uri):
             model = self._model(checkpoint)
             outputs = self.client.get_run(self.run_id).outputs
             assert outputs is not None, "MLflow's stores give a run's outputs"
@@ -169,7 +158,7 @@ class MlflowTracker(Tracker):
         return self.client.create_logged_model(self.experiment_id, checkpoint.name, **about)
 
     def end(self, outcome: RunOutcome, error: str | None, ended_ms: int) -> None:
-        with store_errors(self.uri):
+        with store.store_errors(self.uri):
             if self._monitor is not None:
                 self._monitor.finish()
             if error is not None:
@@ -181,9 +170,9 @@ def open_tracker(training: Training, service: ServiceRecord | None) -> MlflowTra
     """The MLflow run that the folder names, else a new one, in the configured store, else the folder's own."""
     config, stored_uri = training.config, training.begun_uri if service is None else service.uri
     if config.tracking.uri is not None:
-        uri = resolve_tracking_uri(config.tracking.uri, config.runs)
+        uri = store.resolve_tracking_uri(config.tracking.uri, config.runs)
     else:
-        uri = store_of_folder(stored_uri, training.folder)
+        uri = store.store_of_folder(stored_uri, training.folder)
     try:
         return MlflowTracker.open(training, uri, None if service is None else service.run_id)
     except Outage as error:
@@ -193,7 +182,7 @@ def open_tracker(training: Training, service: ServiceRecord | None) -> MlflowTra
         return MlflowTracker(training, uri, service.experiment_id, service.run_id)
 
 
-TRACKER = TrackerEntry(open_tracker, lambda config: check_server(config.tracking.uri))
+TRACKER = TrackerEntry(open_tracker, lambda config: store.check_server(config.tracking.uri))
 
 
 def _find_run(client: MlflowClient, run_id: str) -> Run | None:

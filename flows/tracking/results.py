@@ -6,16 +6,8 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelInput, Metric, Param
 
+from flows.tracking import store
 from flows.tracking.record import read_record
-from flows.tracking.store import (
-    check_artifact_place,
-    existing_store,
-    get_or_create_experiment,
-    prepare_store,
-    resolve_tracking_uri,
-    store_errors,
-    store_of_folder,
-)
 from flows.tracking.tracker import Outage
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, without_passwords
@@ -34,21 +26,21 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult) ->
     model_id = None
     try:
         if result.step is None:
-            uri = resolve_tracking_uri(config.tracking.uri, config.runs)
-            with store_errors(uri):
-                client = prepare_store(uri, config.runs)
-                experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
+            uri = store.resolve_tracking_uri(config.tracking.uri, config.runs)
+            with store.store_errors(uri):
+                client = store.prepare_store(uri, config.runs)
+                experiment = store.get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
         else:
             record = read_record(folder)
             if record is None or (service := record.mlflow) is None:
                 return "the run was never tracked in MLflow: the evaluation is not logged"
-            uri, experiment = store_of_folder(service.uri, folder, config.tracking.uri), service.experiment_id
-            with store_errors(uri):
-                client = existing_store(uri)
+            uri, experiment = store.store_of_folder(service.uri, folder, config.tracking.uri), service.experiment_id
+            with store.store_errors(uri):
+                client = store.existing_store(uri)
                 own = f"source_run_id = '{service.run_id}' AND tags.step = '{result.step}'"
                 models = client.search_logged_models([experiment], own, max_results=1)
                 model_id = models[0].model_id if models else None
-        with store_errors(uri):
+        with store.store_errors(uri):
             run_id = _log(client, uri, experiment, model_id, result, config.tracking.uri)
     except (Outage, UserError) as error:
         return f"the evaluation is not logged: {error}"
@@ -68,7 +60,7 @@ def _log(
     run = client.create_run(experiment, None, {EVALUATION: of}, f"evaluate-{of}")
     run_id, status = str(run.info.run_id), "FAILED"
     try:
-        check_artifact_place(uri, run, configured_uri)
+        store.check_artifact_place(uri, run, configured_uri)
         if model_id is not None:
             client.log_inputs(run_id, models=[LoggedModelInput(model_id)])
         params, now = [Param(*item) for item in _params(result).items()], time.time_ns() // 1_000_000

@@ -17,15 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fp8core.numerics.elementwise import (
-    Rounding,
-    keep_fp32,
-    round_to_bf16,
-    to_e4m3_grid,
-    to_fixed_point,
-    to_fp16,
-    to_fp16_rows,
-)
+from fp8core.numerics import elementwise
 from fp8core.numerics.gemm import ordered_gemm, sliced_gemm
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import AttentionProducts
@@ -60,14 +52,14 @@ class Fp8Attention:
 
     def store(self, k: Tensor, v: Tensor, scales: LayerScales | None) -> tuple[Tensor, Tensor]:
         assert scales is not None, "FP8 cache without scales: calibrate first"
-        return to_e4m3_grid(k, scales.k), to_e4m3_grid(v, scales.v)
+        return elementwise.to_e4m3_grid(k, scales.k), elementwise.to_e4m3_grid(v, scales.v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
         assert scales is not None, "FP8 attention without scales: calibrate first"
-        scores = _scores(to_e4m3_grid(q, scales.q), k, mask, scales.q * scales.k)
+        scores = _scores(elementwise.to_e4m3_grid(q, scales.q), k, mask, scales.q * scales.k)
         p, row_sum = _weights(scores)
-        values = _per_query_head(to_e4m3_grid(p * _P_RANGE, 1.0), v) * (scales.v / _P_RANGE)
-        return round_to_bf16(values / row_sum)
+        values = _per_query_head(elementwise.to_e4m3_grid(p * _P_RANGE, 1.0), v) * (scales.v / _P_RANGE)
+        return elementwise.round_to_bf16(values / row_sum)
 
 
 class Fp16OverFp8Attention(Fp8Attention):
@@ -75,10 +67,10 @@ class Fp16OverFp8Attention(Fp8Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
         assert scales is not None, "FP8 attention without scales: calibrate first"
-        q_fp16 = to_fp16_rows(q, _PRODUCT_BITS - (q.shape[-1] - 1).bit_length())
+        q_fp16 = elementwise.to_fp16_rows(q, _PRODUCT_BITS - (q.shape[-1] - 1).bit_length())
         scores = _scores(q_fp16, k, mask, scales.k)
-        p = to_fp16(torch.exp(scores - scores.detach().amax(-1, keepdim=True)))
-        return round_to_bf16(_per_query_head(p, v) * scales.v / p.sum(-1, keepdim=True))
+        p = elementwise.to_fp16(torch.exp(scores - scores.detach().amax(-1, keepdim=True)))
+        return elementwise.round_to_bf16(_per_query_head(p, v) * scales.v / p.sum(-1, keepdim=True))
 
 
 FP8_CACHE_FORMS: dict[str, AttentionFormat] = {"fp8": Fp8Attention(), "fp16_over_fp8_cache": Fp16OverFp8Attention()}
@@ -94,12 +86,12 @@ class Bf16Attention(_NoQuantisation):
 
     name = "bf16"
 
-    def __init__(self, weights: Rounding = round_to_bf16) -> None:
+    def __init__(self, weights: elementwise.Rounding = elementwise.round_to_bf16) -> None:
         self._weights = weights
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
         p, row_sum = _weights(_scores(q.double(), k, mask, 1.0))
-        return round_to_bf16(_per_query_head(self._weights(p).double(), v) / row_sum)
+        return elementwise.round_to_bf16(_per_query_head(self._weights(p).double(), v) / row_sum)
 
 
 class _ExactFp32(torch.autograd.Function):
@@ -139,7 +131,7 @@ class Fp32Attention(_NoQuantisation):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
         p, row_sum = _weights(_scores(q.double(), k, mask, 1.0))
-        return keep_fp32(_per_query_head(p, v) / row_sum)
+        return elementwise.keep_fp32(_per_query_head(p, v) / row_sum)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -152,7 +144,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
 def _weights(scores: Tensor) -> tuple[Tensor, Tensor]:
     """exp(score - row maximum), and its exact row sum."""
     p = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
-    return p, to_fixed_point(p, _SUM_BITS).sum(-1, keepdim=True)
+    return p, elementwise.to_fixed_point(p, _SUM_BITS).sum(-1, keepdim=True)
 
 
 def _per_query_head(p: Tensor, v: Tensor) -> Tensor:
@@ -182,7 +174,7 @@ def decode_attention_reference(
     in_fp16 = query.dtype == QUERY_TYPES["fp16_over_fp8_cache"]
     # In powers of two.
     factor = (k_scale if in_fp16 else q_scale * k_scale) / math.sqrt(query.shape[-1]) / math.log(2)
-    q = to_fp16(query) if in_fp16 else query.double()
+    q = elementwise.to_fp16(query) if in_fp16 else query.double()
     group = query.shape[1] // keys.shape[2]
     out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
     for i, length in enumerate(queries.lengths.tolist()):
@@ -192,6 +184,6 @@ def decode_attention_reference(
         k, v = (x[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for x in (keys, values))
         scores = torch.einsum("hd,khd->hk", q[i], k) * factor
         p = torch.exp2(scores - scores.amax(-1, keepdim=True).ceil()) * _P_RANGE
-        p = to_fp16(p) if in_fp16 else to_e4m3_grid(p, 1.0)
+        p = elementwise.to_fp16(p) if in_fp16 else elementwise.to_e4m3_grid(p, 1.0)
         out[i] = torch.einsum("hk,khd->hd", p, v) * v_scale / p.sum(-1, keepdim=True)
     return out

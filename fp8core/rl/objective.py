@@ -8,35 +8,20 @@ from torch import Tensor
 
 from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, DistillationConfig, LossConfig
 from fp8core.config.training import CorrectionConfig
+from fp8core.rl import losses
 from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.batch import RolloutBatch
 from fp8core.rl.correction import correct, correction_rule
-from fp8core.rl.losses import (
-    AGGREGATIONS,
-    Aggregate,
-    ClipRange,
-    Denominator,
-    LossInputs,
-    LossOutput,
-    binary_tv,
-    cispo,
-    clipped_surrogate,
-    constant_length,
-    gspo,
-    reference_penalty,
-    reinforce,
-    token_mean,
-)
 from fp8core.rl.user_loss import load_loss
 
-PolicyLoss = Callable[[LossInputs, ClipRange, Aggregate], LossOutput]
+PolicyLoss = Callable[[losses.LossInputs, losses.ClipRange, losses.Aggregate], losses.LossOutput]
 
 _LOSSES: dict[str, PolicyLoss] = {
-    "clipped": clipped_surrogate,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "binary_tv": binary_tv,
+    "clipped": losses.clipped_surrogate,
+    "gspo": losses.gspo,
+    "cispo": losses.cispo,
+    "reinforce": losses.reinforce,
+    "binary_tv": losses.binary_tv,
 }
 
 
@@ -94,10 +79,10 @@ class Objective:
         self._policy: PolicyLoss = load_loss(loss.policy, loss.options) if builtin_loss is None else builtin_loss
         # In bypass mode the ratio holds the whole mismatch: weights of clipped losses would count it twice.
         self._has_weights = not self._bypass or SHIPPED_LOSSES.get(loss.policy, OWN_LOSS).weighted_in_bypass
-        self._clip = ClipRange(low=loss.clip_low, high=loss.clip_high, dual=loss.dual_clip)
-        self._aggregate = AGGREGATIONS[loss.aggregation]
+        self._clip = losses.ClipRange(low=loss.clip_low, high=loss.clip_high, dual=loss.dual_clip)
+        self._aggregate = losses.AGGREGATIONS[loss.aggregation]
         if loss.length_normaliser is not None:
-            self._aggregate = constant_length(loss.length_normaliser)
+            self._aggregate = losses.constant_length(loss.length_normaliser)
         self._reference_weight = loss.reference_kl
         self._entropy_weight = loss.entropy
         self._distillation = loss.distillation
@@ -122,7 +107,7 @@ class Objective:
         return corrected_batch, correction.metrics
 
     def __call__(
-        self, current: Tensor, batch: RolloutBatch, denominator: Denominator, entropy: Tensor | None = None
+        self, current: Tensor, batch: RolloutBatch, denominator: losses.Denominator, entropy: Tensor | None = None
     ) -> ObjectiveTerms:
         """Loss of a micro-batch.
 
@@ -143,28 +128,28 @@ class Objective:
         log_ratio = torch.where(inputs.loss_mask, current.detach() - inputs.old, 0.0).double()
         deviation = torch.expm1(clamp_exponent(log_ratio))
         penalty = divergence = self._penalty(current, batch, denominator, self._aggregate)
-        if self._aggregate is not token_mean:
-            divergence = self._penalty(current.detach(), batch, denominator, token_mean)
+        if self._aggregate is not losses.token_mean:
+            divergence = self._penalty(current.detach(), batch, denominator, losses.token_mean)
         return ObjectiveTerms(
             loss=policy.loss + self._reference_weight * penalty - self._bonus(entropy, batch.loss_mask, denominator),
             clip_fraction=policy.clip_fraction,
             ratio_mean=policy.ratio_mean,
-            ratio_bias=token_mean(deviation, inputs.loss_mask, denominator),
+            ratio_bias=losses.token_mean(deviation, inputs.loss_mask, denominator),
             ratio_deviation=deviation.abs().max(),
             reward_slope=reward_slope(policy.loss, current, batch, denominator),
-            weight_mean=token_mean(inputs.weights.double(), batch.loss_mask, denominator),
-            zero_weight_fraction=token_mean((inputs.weights == 0).double(), batch.loss_mask, denominator),
+            weight_mean=losses.token_mean(inputs.weights.double(), batch.loss_mask, denominator),
+            zero_weight_fraction=losses.token_mean((inputs.weights == 0).double(), batch.loss_mask, denominator),
             reference_kl=divergence,
-            teacher_kl=token_mean(-_towards_teacher(batch), batch.loss_mask, denominator),
+            teacher_kl=losses.token_mean(-_towards_teacher(batch), batch.loss_mask, denominator),
         )
 
-    def _inputs(self, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> LossInputs:
+    def _inputs(self, current: Tensor, batch: RolloutBatch, denominator: losses.Denominator) -> losses.LossInputs:
         old = batch.rollout_logprobs if self._bypass else batch.old_logprobs
         assert old is not None, "old log-probs are given, or those of the call"
         # In bypass mode of the current policy, as verl (`compute_policy_loss_bypass_mode`).
         corrected_batch = self._apply_correction(current, batch)[0] if self._bypass else batch
         assert corrected_batch.weights is not None, "corrected() comes first"
-        return LossInputs(
+        return losses.LossInputs(
             current=current,
             old=old,
             advantages=_applied_advantages(batch, self._distillation),
@@ -174,20 +159,22 @@ class Objective:
             accepted_mask=corrected_batch.accepted_mask,
         )
 
-    def _bonus(self, entropy: Tensor | None, mask: Tensor, denominator: Denominator) -> Tensor | float:
+    def _bonus(self, entropy: Tensor | None, mask: Tensor, denominator: losses.Denominator) -> Tensor | float:
         if self._entropy_weight == 0:
             return 0.0
         assert entropy is not None, "loss.entropy needs the entropy of each token"
         return self._entropy_weight * self._aggregate(entropy.double(), mask, denominator)
 
-    def _penalty(self, current: Tensor, batch: RolloutBatch, denominator: Denominator, aggregate: Aggregate) -> Tensor:
+    def _penalty(
+        self, current: Tensor, batch: RolloutBatch, denominator: losses.Denominator, aggregate: losses.Aggregate
+    ) -> Tensor:
         if batch.reference_logprobs is None:
             assert self._reference_weight == 0, "loss.reference_kl needs the reference step"
             return torch.zeros((), dtype=torch.float64)
-        return reference_penalty(current, batch.reference_logprobs, batch.loss_mask, denominator, aggregate)
+        return losses.reference_penalty(current, batch.reference_logprobs, batch.loss_mask, denominator, aggregate)
 
 
-def reward_slope(loss: Tensor, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> Tensor:
+def reward_slope(loss: Tensor, current: Tensor, batch: RolloutBatch, denominator: losses.Denominator) -> Tensor:
     """Positive if descent along `loss` makes rewarded completions likelier: a share of the batch's mean, FP64 scalar.
 
     The mean over rows of -d loss / d log-prob, averaged over the row's tokens, times the row's centred reward. It is 0

@@ -20,17 +20,8 @@ from fp8core.config.loss import SHIPPED_LOSSES, LossConfig
 from fp8core.config.section import refusal
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError, described_error
+from fp8core.rl import losses
 from fp8core.rl.alignment_metrics import clamp_exponent
-from fp8core.rl.losses import (
-    Aggregate,
-    ClipRange,
-    Denominator,
-    LossInputs,
-    LossOutput,
-    MaskedInputs,
-    loss_output,
-    token_mean,
-)
 from fp8core.user_code import file_of_path, load_code
 
 
@@ -46,7 +37,7 @@ class Tokens:
     old: Tensor
     advantages: Tensor
     active_mask: Tensor
-    clip: ClipRange
+    clip: losses.ClipRange
 
     @property
     def ratio(self) -> Tensor:
@@ -75,12 +66,16 @@ class UserLoss:
     function: LossFunction
     options: BaseModel
 
-    def __call__(self, inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
+    def __call__(
+        self, inputs: losses.LossInputs, clip: losses.ClipRange, aggregate: losses.Aggregate
+    ) -> losses.LossOutput:
         """Raises UserError: the function raises, or returns anything but one finite term a token."""
-        x = MaskedInputs.of(inputs)
+        x = losses.MaskedInputs.of(inputs)
         tokens = Tokens(x.current, x.old, x.advantages, inputs.active_mask, clip)
         terms = self._terms(tokens)
-        return loss_output(inputs, x.weights * torch.where(tokens.active_mask, terms, 0.0), aggregate, tokens.ratio)
+        return losses.loss_output(
+            inputs, x.weights * torch.where(tokens.active_mask, terms, 0.0), aggregate, tokens.ratio
+        )
 
     def _terms(self, tokens: Tokens) -> Tensor:
         try:
@@ -135,11 +130,11 @@ def shared_loss(loss: LossConfig) -> LossConfig:
 def _try(loss: UserLoss) -> None:
     current = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -3.0, 0.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, True, True], [True, True, False]])
-    inputs = LossInputs(
+    inputs = losses.LossInputs(
         current=current,
         old=current.detach() + torch.tensor([0.1, 0.0, -0.1]),
         advantages=torch.tensor([1.0, -0.5]),
         loss_mask=mask,
-        denominator=Denominator.of(mask),
+        denominator=losses.Denominator.of(mask),
     )
-    loss(inputs, ClipRange(low=0.2, high=0.28), token_mean).loss.backward()
+    loss(inputs, losses.ClipRange(low=0.2, high=0.28), losses.token_mean).loss.backward()

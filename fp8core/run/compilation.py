@@ -23,17 +23,9 @@ from fp8core.models.architecture import Architecture, with_whole_tiles
 from fp8core.models.decoder import rotary_tables
 from fp8core.models.families import layer_parts, parameter_shapes
 from fp8core.models.hub import model_shape
+from fp8core.numerics import fused
 from fp8core.numerics.e4m3 import FiniteFlag, row_codes
 from fp8core.numerics.elementwise import KERNELS
-from fp8core.numerics.fused import (
-    HeadLayout,
-    add_norm,
-    add_norm_backward,
-    add_norm_row_codes,
-    norm_rotate,
-    norm_rotate_backward,
-    swiglu_row_codes,
-)
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import packed_length
 from fp8core.numerics.recipe import Grouping
@@ -151,26 +143,26 @@ def decode(arch: Architecture, rows: int, groups: Grouping, device: str = "cuda"
         return torch.zeros(*shape, dtype=torch.bfloat16, device=device)
 
     flag = FiniteFlag(torch.device(device))
-    layout = HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+    layout = fused.HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim)
     x = zeros(rows, arch.hidden_size)
     norm = zeros(arch.hidden_size)
     head_norm = zeros(arch.head_dim)
     for residual in (None, x):
-        add_norm_row_codes(x, residual, norm, arch.rms_norm_eps, groups, flag)
-    add_norm(x, x, norm, arch.rms_norm_eps)
+        fused.add_norm_row_codes(x, residual, norm, arch.rms_norm_eps, groups, flag)
+    fused.add_norm(x, x, norm, arch.rms_norm_eps)
     cos, sin = (KERNELS.tables(table).to(device) for table in rotary_tables(arch))
     qkv = zeros(rows, _qkv_width(arch))
     positions = torch.zeros(rows, dtype=torch.int64, device=device)
     norms = (head_norm, head_norm) if layer_parts(arch).qk_norm else None
-    norm_rotate(qkv, norms, cos, sin, positions, layout, arch.rms_norm_eps)
+    fused.norm_rotate(qkv, norms, cos, sin, positions, layout, arch.rms_norm_eps)
     row_codes(zeros(rows, arch.num_heads * arch.head_dim), groups, flag)
-    swiglu_row_codes(zeros(rows, 2 * arch.intermediate_size), groups, flag)
+    fused.swiglu_row_codes(zeros(rows, 2 * arch.intermediate_size), groups, flag)
     release_memory()
 
 
 def sweep_gradients(arch: Architecture, packs: range, device: str = "cuda") -> None:
     """Compute the gradients whose kernels depend on how many tokens a pack has, for every such number."""
-    layout = HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+    layout = fused.HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim)
     every = torch.zeros(packs[-1], arch.hidden_size, dtype=torch.bfloat16, device=device)
     all_heads = torch.zeros(packs[-1], _qkv_width(arch), dtype=torch.bfloat16, device=device)
     weight, heads = (torch.ones(n, device=device) for n in (arch.hidden_size, arch.head_dim))
@@ -181,9 +173,9 @@ def sweep_gradients(arch: Architecture, packs: range, device: str = "cuda") -> N
         qkv = all_heads[:tokens]
         inverse = torch.ones(tokens, device=device)
         for around in (None, x):
-            add_norm_backward(x, around, x, weight, inverse)
+            fused.add_norm_backward(x, around, x, weight, inverse)
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        norm_rotate_backward(qkv, qkv, norms, cos, sin, positions, layout, arch.rms_norm_eps)
+        fused.norm_rotate_backward(qkv, qkv, norms, cos, sin, positions, layout, arch.rms_norm_eps)
     release_memory()
 
 

@@ -14,19 +14,10 @@ import pyarrow.compute as pc
 from fp8core.config.run import RunConfig
 from fp8core.rewards.scorer import ScoreRequest, Verdict
 from fp8core.rollout.engine import Completion
+from fp8core.run import rollouts
 from fp8core.run.batches import baseline_mask, rows_with_signal
 from fp8core.run.context import StepContext
 from fp8core.run.draws import Draws
-from fp8core.run.rollouts import (
-    ends_of,
-    failures,
-    judgement_table,
-    recall_judgements,
-    rewards_of,
-    row_tables,
-    tell_failures,
-    verdicts_of,
-)
 from fp8core.run.stream import Stream, StreamWriter, complete_step, table_in_flight
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import VISITS
@@ -75,26 +66,26 @@ def select(
     rows = list[Completion]()
     ends = list[ScoreRequest | Verdict]()
     verdicts = list[Verdict]()
-    recall_judgements(run, index)
+    rollouts.recall_judgements(run, index)
     answered = first
     while answered:
         rows += answered
         prompts = writer.prompts(index).drop_columns(["tokens"]).to_pylist()
-        ends += ends_of(prompts, *row_tables(answered, config, run.tokenizer))
-        verdicts += verdicts_of(run.verifier, ends[len(verdicts) :])
-        failures(config, verdicts)
+        ends += rollouts.ends_of(prompts, *rollouts.row_tables(answered, config, run.tokenizer))
+        verdicts += rollouts.verdicts_of(run.verifier, ends[len(verdicts) :])
+        rollouts.failures(config, verdicts)
         # Equal requests of a later round have this reply, also where the commit of the step before let it go.
         run.answers.recall(judgement for verdict in verdicts for judgement in verdict.judgements)
         turn_rewards = [sum(turn.reward for turn in row.turns) for row in rows]
-        rewards = rewards_of(config, prompts, [row.key for row in rows], ends, verdicts, turn_rewards)
+        rewards = rollouts.rewards_of(config, prompts, [row.key for row in rows], ends, verdicts, turn_rewards)
         visits = list(_visits(rows, rewards, draws.of_step(index), config))
-        selection = Selection(rows, rewards, judgement_table(config, verdicts), [], visits)
+        selection = Selection(rows, rewards, rollouts.judgement_table(config, verdicts), [], visits)
         missing = size - len(selection.groups_with_signal)
         count = 0 if refill is None else max(0, min(missing, config.rollout.most_prompts - len(visits)))
         draws.extend(index, count)
         stream.extend(index, range(len(visits), len(visits) + count), writer.enter)
         answered = complete_step(run, index, stream, writer)
-    tell_failures(run, "rewards", verdicts)
+    rollouts.tell_failures(run, "rewards", verdicts)
     if refill is not None:
         if missing > 0:
             run.console.note(

@@ -32,21 +32,12 @@ from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.progress import tell_progress
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.training import saved_state
 from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights, adapter_refusals, learning_linears
 from fp8core.training.micro_batch import MicroBatchTrainer, Scores
 from fp8core.training.optimisers.optimiser import Optimiser
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
-from fp8core.training.saved_state import (
-    MASTERS,
-    OPTIMISER,
-    check_base,
-    check_digest,
-    check_shapes,
-    read_state,
-    read_tensors,
-    write_state,
-)
 from fp8core.training.update_gain import Tile, UpdateGain, sampled_tiles
 
 
@@ -191,26 +182,29 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         if self._ranks.rank == 0:
             trainable = {name: tensor.detach().clone() for name, tensor in self._policy.trainable.items()}
             try:
-                save_file(trainable, folder / MASTERS)
-                save_file({name: each.contiguous() for name, each in self._optimiser.state.items()}, folder / OPTIMISER)
+                save_file(trainable, folder / saved_state.MASTERS)
+                save_file(
+                    {name: each.contiguous() for name, each in self._optimiser.state.items()},
+                    folder / saved_state.OPTIMISER,
+                )
             except SafetensorError as error:
                 raise OSError(f"{folder}: {error}") from error
-            write_state(folder, self.version, self._updates, self.digest(), self._policy.base)
+            saved_state.write_state(folder, self.version, self._updates, self.digest(), self._policy.base)
 
     def load(self, folder: Path) -> None:
-        state = read_state(folder)
-        check_base(folder, self._policy.base, state)
-        tensors = read_tensors(folder / MASTERS)
-        moments = read_tensors(folder / OPTIMISER)
-        check_shapes(folder / MASTERS, tensors, self._policy.trainable)
-        check_shapes(folder / OPTIMISER, moments, self._optimiser.like(moments))
+        state = saved_state.read_state(folder)
+        saved_state.check_base(folder, self._policy.base, state)
+        tensors = saved_state.read_tensors(folder / saved_state.MASTERS)
+        moments = saved_state.read_tensors(folder / saved_state.OPTIMISER)
+        saved_state.check_shapes(folder / saved_state.MASTERS, tensors, self._policy.trainable)
+        saved_state.check_shapes(folder / saved_state.OPTIMISER, moments, self._optimiser.like(moments))
         self._optimiser.state = dict(moments)
         for name, tensor in self._policy.trainable.items():
             tensor.data.copy_(tensors[name])
         self._changed()
         self.version = state.version
         self._updates = state.updates
-        check_digest(folder, self.digest(), state)
+        saved_state.check_digest(folder, self.digest(), state)
 
 
 def _observe(

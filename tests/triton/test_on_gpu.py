@@ -4,16 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import (
-    Codes,
-    encode,
-    quantise_columns,
-    quantise_rows,
-    quantise_tiles,
-    row_and_column_codes,
-    row_codes,
-    tile_codes,
-)
+from fp8core.numerics import e4m3
 from fp8core.numerics.fingerprint import fingerprint, fingerprints
 from fp8core.numerics.fused import add_norm_row_codes, swiglu, swiglu_codes
 from fp8core.numerics.recipe import FP32_ACTIVATIONS, POW2, RECIPES, Recipe
@@ -24,14 +15,14 @@ EPS = 1e-6
 BOTH = FP32_ACTIVATIONS.activations, FP32_ACTIVATIONS.tokens
 
 
-def assert_same(found: Codes, expected: Codes, name: str = "") -> None:
+def assert_same(found: e4m3.Codes, expected: e4m3.Codes, name: str = "") -> None:
     assert found[0].is_contiguous(), name
     assert torch.equal(found[0].cpu().view(torch.uint8), expected[0].cpu().view(torch.uint8)), name
     assert torch.equal(found[1].cpu(), expected[1].cpu()), name
 
 
-def encoded(quantised: tuple[Tensor, Tensor]) -> Codes:
-    return encode(quantised[0]), quantised[1]
+def encoded(quantised: tuple[Tensor, Tensor]) -> e4m3.Codes:
+    return e4m3.encode(quantised[0]), quantised[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -41,12 +32,12 @@ def test_hard_matrices_have_the_bytes_of_the_reference(
 ) -> None:
     for case in kernel_cases.cases(dtype):
         wide, x = case.x.float(), case.x.to(device)
-        rows, columns = row_and_column_codes(x, recipe.activations, recipe.tokens)
+        rows, columns = e4m3.row_and_column_codes(x, recipe.activations, recipe.tokens)
         for found, quantise, grouping in (
-            (row_codes(x, recipe.activations), quantise_rows, recipe.activations),
-            (rows, quantise_rows, recipe.activations),
-            (columns, quantise_columns, recipe.tokens),
-            (tile_codes(x, recipe.weights), quantise_tiles, recipe.weights),
+            (e4m3.row_codes(x, recipe.activations), e4m3.quantise_rows, recipe.activations),
+            (rows, e4m3.quantise_rows, recipe.activations),
+            (columns, e4m3.quantise_columns, recipe.tokens),
+            (e4m3.tile_codes(x, recipe.weights), e4m3.quantise_tiles, recipe.weights),
         ):
             expected = encoded(quantise(wide, grouping))
             assert_same(found, expected, case.name)
@@ -56,11 +47,11 @@ def test_hard_matrices_have_the_bytes_of_the_reference(
 
 def test_scales_lie_as_block_scaled_gemms_read_them(device) -> None:
     x = torch.randn(256, 512, device=device).bfloat16()
-    (_, rows), (codes, columns) = row_and_column_codes(x, *BOTH)
+    (_, rows), (codes, columns) = e4m3.row_and_column_codes(x, *BOTH)
     assert (rows.shape, rows.stride()) == ((256, 4), (1, 256))
     assert (columns.shape, columns.stride()) == ((512, 2), (1, 512))
     assert codes.shape == (512, 256)
-    padded = row_codes(x[:9], POW2.activations)[1]
+    padded = e4m3.row_codes(x[:9], POW2.activations)[1]
     assert (padded.shape, padded.stride()) == ((9, 4), (1, 12))
 
 
@@ -79,7 +70,7 @@ def test_a_full_batch_of_swiglu(device) -> None:
     """Offsets beyond 2^31 elements."""
     gate_up = torch.randn(65_536 + 3, 2 * 17_408, device=device, dtype=torch.bfloat16)
     rows, _columns = swiglu_codes(gate_up, *BOTH)
-    assert_same(rows, row_codes(swiglu(gate_up), BOTH[0]))
+    assert_same(rows, e4m3.row_codes(swiglu(gate_up), BOTH[0]))
 
 
 # Fingerprints

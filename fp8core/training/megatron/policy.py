@@ -19,15 +19,8 @@ from fp8core.models.weights import training_formats
 from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.numerics.logprobs import chunked_logprobs
 from fp8core.numerics.packed import copy_to
+from fp8core.training.megatron import conversion
 from fp8core.training.megatron.arguments import transformer_arguments
-from fp8core.training.megatron.conversion import (
-    TRANSFORMER_ENGINE,
-    gather_policy,
-    padded_vocabulary,
-    parallel_ranks,
-    policy_of,
-    share,
-)
 from fp8core.training.megatron.model import PolicyModel, PolicyRouter, ShardedHead, VocabularyShare
 from fp8core.training.megatron.parallel import data_group, own_rank, tensor_group
 from fp8core.training.packing import Pack
@@ -52,7 +45,7 @@ class CountedPack:
 class MegatronPolicy:
     """The model of this process; process groups exist (`parallel.join`)."""
 
-    style = TRANSFORMER_ENGINE
+    style = conversion.TRANSFORMER_ENGINE
 
     def __init__(
         self,
@@ -74,7 +67,7 @@ class MegatronPolicy:
             router.rounding = routing
         self._observing = False
         self._valid = torch.empty(0)
-        rows = padded_vocabulary(arch, megatron.tensor_parallel) // megatron.tensor_parallel
+        rows = conversion.padded_vocabulary(arch, megatron.tensor_parallel) // megatron.tensor_parallel
         self._head = VocabularyShare(rows * self.rank.tensor, arch.vocab_size, tensor_group(), contract.training.head)
 
     def describe(self) -> dict[str, object]:
@@ -96,7 +89,7 @@ class MegatronPolicy:
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take this rank's share of a whole policy in the Hugging Face layout."""
         own = dict(self.model.named_parameters())
-        own_share = share(self.arch, self.megatron, self.style, self.rank, weights)
+        own_share = conversion.share(self.arch, self.megatron, self.style, self.rank, weights)
         assert own.keys() == own_share.keys(), (
             f"Megatron names other parameters: {sorted(own.keys() ^ own_share.keys())}"
         )
@@ -111,10 +104,10 @@ class MegatronPolicy:
         """The whole policy in the Hugging Face layout from every process's tensors.
 
         Where processes share it, the first one has it on the CPU, and the others have nothing."""
-        if len(parallel_ranks(self.megatron)) == 1:
-            return policy_of(self.arch, self.megatron, self.style, {self.rank: shares})
-        whole = gather_policy(self.rank, shares, self.device)
-        return policy_of(self.arch, self.megatron, self.style, whole) if whole else {}
+        if len(conversion.parallel_ranks(self.megatron)) == 1:
+            return conversion.policy_of(self.arch, self.megatron, self.style, {self.rank: shares})
+        whole = conversion.gather_policy(self.rank, shares, self.device)
+        return conversion.policy_of(self.arch, self.megatron, self.style, whole) if whole else {}
 
     def sharded(self) -> ShardedStateDict:
         metadata = {"dp_cp_group": data_group(), "non_homogeneous_layers": True, "singleton_local_shards": True}

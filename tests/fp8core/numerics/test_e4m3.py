@@ -5,22 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import (
-    FiniteFlag,
-    GroupNotFinite,
-    decode,
-    encode,
-    finite_check,
-    quantise_columns,
-    quantise_rows,
-    quantise_tiles,
-    round_to_e4m3,
-    scale_from_amax,
-)
+from fp8core.numerics import e4m3
 from fp8core.numerics.recipe import AMAX_FLOOR, FP32, GRADIENT_FLOOR, POW2, RECIPES, Grouping, Recipe
 
 RULES = ["pow2", "fp32"]
-OPERANDS = {quantise_rows: "activations", quantise_columns: "tokens", quantise_tiles: "weights"}
+OPERANDS = {e4m3.quantise_rows: "activations", e4m3.quantise_columns: "tokens", e4m3.quantise_tiles: "weights"}
 # The format's non-negative values in the order of their codes 0..126: subnormals m 2^-9, then (8 + m) 2^(e - 10).
 GRID = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
 
@@ -30,7 +19,7 @@ def cast(x: Tensor) -> Tensor:
 
 
 def to_bytes(x: Tensor) -> Tensor:
-    return encode(round_to_e4m3(x)).view(torch.uint8)
+    return e4m3.encode(e4m3.round_to_e4m3(x)).view(torch.uint8)
 
 
 def random(rows: int, columns: int, seed: int) -> Tensor:
@@ -47,13 +36,13 @@ def float32_bits(bits: Tensor) -> Tensor:
 
 def test_decode_is_the_format() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    values = decode(codes)
+    values = e4m3.decode(codes)
     assert values.dtype == torch.float32
     assert values[:127].tolist() == GRID
     assert (-values[128:255]).tolist() == GRID
     assert values[128].signbit()
     assert values[[127, 255]].isnan().all()
-    assert torch.equal(decode(codes.view(2, 128).t())[:127, 0], values[:127])
+    assert torch.equal(e4m3.decode(codes.view(2, 128).t())[:127, 0], values[:127])
 
 
 @pytest.mark.parametrize("sign", [0, -(2**31)])
@@ -82,7 +71,7 @@ def exact_pow2_scale(amax: float) -> float:
 def test_pow2_scale_of_every_bfloat16_amax() -> None:
     amax = float32_bits(torch.arange(0x0000, 0x7F80) << 16)
     expected = [exact_pow2_scale(value) for value in amax.tolist()]
-    assert scale_from_amax(amax, "pow2").tolist() == expected
+    assert e4m3.scale_from_amax(amax, "pow2").tolist() == expected
 
 
 def test_pow2_scale_changes_exactly_above_448_times_a_power_of_two() -> None:
@@ -90,23 +79,23 @@ def test_pow2_scale_changes_exactly_above_448_times_a_power_of_two() -> None:
     powers = torch.ldexp(torch.ones(len(exponents)), exponents)
     edge = 448 * powers
     below, above = torch.nextafter(edge, torch.zeros(1)), torch.nextafter(edge, torch.full((1,), torch.inf))
-    assert torch.equal(scale_from_amax(edge, "pow2"), powers)
-    assert torch.equal(scale_from_amax(below, "pow2"), powers)
-    assert torch.equal(scale_from_amax(above, "pow2"), 2 * powers)
+    assert torch.equal(e4m3.scale_from_amax(edge, "pow2"), powers)
+    assert torch.equal(e4m3.scale_from_amax(below, "pow2"), powers)
+    assert torch.equal(e4m3.scale_from_amax(above, "pow2"), 2 * powers)
 
 
 def test_fp32_scale_is_the_correctly_rounded_quotient() -> None:
     amax = float32_bits(torch.arange(0x2F00, 0x7F80) << 16 | 0x1357)
     assert amax.min() > AMAX_FLOOR
-    assert scale_from_amax(amax, "fp32").tolist() == (amax.numpy() / np.float32(448)).tolist()
+    assert e4m3.scale_from_amax(amax, "fp32").tolist() == (amax.numpy() / np.float32(448)).tolist()
 
 
 @pytest.mark.parametrize(("rule", "floor"), [("pow2", 2.0**-42), ("fp32", float(np.float32(1e-10) / np.float32(448)))])
 def test_amax_is_floored(rule, floor: float) -> None:
     small = torch.tensor([0.0, 1e-45, 1e-11, 1e-10])
-    assert scale_from_amax(small, rule).tolist() == [floor] * 4
-    assert scale_from_amax(torch.tensor(1.1e-10), rule).item() > floor
-    assert scale_from_amax(small, rule, GRADIENT_FLOOR)[:2].tolist() == [2.0**-126] * 2
+    assert e4m3.scale_from_amax(small, rule).tolist() == [floor] * 4
+    assert e4m3.scale_from_amax(torch.tensor(1.1e-10), rule).item() > floor
+    assert e4m3.scale_from_amax(small, rule, GRADIENT_FLOOR)[:2].tolist() == [2.0**-126] * 2
 
 
 @pytest.mark.parametrize("recipe", [POW2, FP32], ids=RULES)
@@ -116,7 +105,7 @@ def test_nothing_with_nan_or_infinity_is_quantised(quantise, value: float, recip
     for position in ((0, 0), (129, 4), (64, 129)):
         x = torch.ones(130, 130)
         x[position] = value
-        with pytest.raises(GroupNotFinite, match="NaN or infinity"):
+        with pytest.raises(e4m3.GroupNotFinite, match="NaN or infinity"):
             quantise(x, getattr(recipe, OPERANDS[quantise]))
 
 
@@ -125,15 +114,15 @@ def test_nothing_with_nan_or_infinity_is_quantised(quantise, value: float, recip
 def test_rows_columns_and_tiles_of_128(slow_quantise, shape: tuple[int, int], recipe: Recipe) -> None:
     x = random(*shape, seed=1)
     for ours, slow in (
-        (quantise_rows(x, recipe.activations), slow_quantise(x, recipe.activations.rule, 1, 128)),
+        (e4m3.quantise_rows(x, recipe.activations), slow_quantise(x, recipe.activations.rule, 1, 128)),
         (
-            quantise_columns(x, recipe.tokens),
+            e4m3.quantise_columns(x, recipe.tokens),
             tuple(part.t() for part in slow_quantise(x, recipe.tokens.rule, 128, 1, GRADIENT_FLOOR)),
         ),
-        (quantise_tiles(x, recipe.weights), slow_quantise(x, recipe.weights.rule, 128, 128)),
+        (e4m3.quantise_tiles(x, recipe.weights), slow_quantise(x, recipe.weights.rule, 128, 128)),
     ):
         assert ours[0].is_contiguous()
-        assert torch.equal(encode(ours[0]).view(torch.uint8), encode(slow[0]).view(torch.uint8))
+        assert torch.equal(e4m3.encode(ours[0]).view(torch.uint8), e4m3.encode(slow[0]).view(torch.uint8))
         assert torch.equal(ours[1], slow[1])
 
 
@@ -141,11 +130,11 @@ def test_rows_columns_and_tiles_of_128(slow_quantise, shape: tuple[int, int], re
 def test_zero_groups_have_zero_codes_and_the_scale_of_the_floor(rule) -> None:
     x = random(256, 256, seed=4)
     tiles = Grouping(128, 128, rule)
-    alone, _ = quantise_tiles(x, tiles)
+    alone, _ = e4m3.quantise_tiles(x, tiles)
     x[:128, 128:] = 0.0
-    grid, scales = quantise_tiles(x, tiles)
-    assert not encode(grid[:128, 128:]).view(torch.uint8).any()
-    assert scales[0, 1].item() == scale_from_amax(torch.tensor(AMAX_FLOOR), rule).item()
+    grid, scales = e4m3.quantise_tiles(x, tiles)
+    assert not e4m3.encode(grid[:128, 128:]).view(torch.uint8).any()
+    assert scales[0, 1].item() == e4m3.scale_from_amax(torch.tensor(AMAX_FLOOR), rule).item()
     assert torch.equal(grid[128:], alone[128:])
 
 
@@ -161,10 +150,10 @@ CPU = torch.device("cpu")
 
 
 def test_a_kernel_is_checked_at_once_unless_the_caller_does() -> None:
-    with pytest.raises(GroupNotFinite), finite_check(CPU, None) as not_finite:
+    with pytest.raises(e4m3.GroupNotFinite), e4m3.finite_check(CPU, None) as not_finite:
         not_finite.fill_(1)
-    flag = FiniteFlag(CPU)
-    with finite_check(CPU, flag) as not_finite:
+    flag = e4m3.FiniteFlag(CPU)
+    with e4m3.finite_check(CPU, flag) as not_finite:
         not_finite.fill_(1)
-    with pytest.raises(GroupNotFinite):
+    with pytest.raises(e4m3.GroupNotFinite):
         flag.check()

@@ -4,22 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fp8core.numerics import fused
 from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.e4m3 import encode, round_to_e4m3
 from fp8core.numerics.elementwise import KERNELS, rms_norm, rotate, round_to_bf16
-from fp8core.numerics.fused import (
-    HeadLayout,
-    add_norm,
-    add_norm_backward,
-    head_codes,
-    head_gradients,
-    head_values,
-    heads_of,
-    norm_rotate,
-    norm_rotate_backward,
-    static_codes,
-    swiglu_backward,
-)
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import E4M3_MAX, AttentionProducts
 from fp8core.numerics.rotary import inverse_frequencies
@@ -40,7 +28,7 @@ def inputs(tokens: int = 37) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("adds", [True, False])
 def test_the_norm_reads_the_rounded_sum_as_the_decoder_does(adds: bool) -> None:
     x, added, weight = inputs()
-    total, normed, inverse = add_norm(x, added if adds else None, weight, EPS)
+    total, normed, inverse = fused.add_norm(x, added if adds else None, weight, EPS)
     expected = KERNELS.sums(x.float() + added.float() if adds else x.float())
     assert (total.dtype, normed.dtype, inverse.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     assert torch.equal(total.float(), expected)
@@ -54,8 +42,8 @@ def test_gradients_of_the_norm_are_those_of_float64(sends: bool) -> None:
     x, added, weight = inputs()
     grad_normed = randn(*x.shape, seed=4)
     grad_total = randn(*x.shape, seed=5) if sends else None
-    total, _normed, inverse = add_norm(x, added, weight, EPS)
-    grad, grad_weight = add_norm_backward(grad_normed, grad_total, total, weight, inverse)
+    total, _normed, inverse = fused.add_norm(x, added, weight, EPS)
+    grad, grad_weight = fused.add_norm_backward(grad_normed, grad_total, total, weight, inverse)
 
     leaf, factors = total.double().requires_grad_(), weight.double().requires_grad_()
     out = leaf * torch.rsqrt(leaf.square().mean(-1, keepdim=True) + EPS) * factors
@@ -84,13 +72,13 @@ def test_gradients_of_swiglu_are_those_of_float64() -> None:
     silu = torch.nn.functional.silu(gate)
     # The gradient passes through the rounding of silu(gate), whose rounded value multiplies that of `up`.
     (expected,) = torch.autograd.grad((silu + (silu.bfloat16() - silu).detach()) * up, leaf, grad.double())
-    found = swiglu_backward(grad, gate_up)
+    found = fused.swiglu_backward(grad, gate_up)
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.double(), expected, rtol=2**-8, atol=1e-5)
 
 
 PACKED, POSITIONS = 19, 64
-LAYOUT = HeadLayout(query_heads=6, kv_heads=2, head_dim=32)
+LAYOUT = fused.HeadLayout(query_heads=6, kv_heads=2, head_dim=32)
 
 
 def tables() -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +99,7 @@ def norms() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("normed", [True, False])
 def test_q_and_k_are_those_of_the_decoder_and_v_is_itself(normed: bool) -> None:
     qkv, (cos, sin, positions), weights = qkv_of(1), tables(), norms()
-    out = norm_rotate(qkv, weights if normed else None, cos, sin, positions, LAYOUT, EPS)
+    out = fused.norm_rotate(qkv, weights if normed else None, cos, sin, positions, LAYOUT, EPS)
     assert (out.dtype, out.shape) == (torch.bfloat16, qkv.shape)
     width = LAYOUT.query_heads * LAYOUT.head_dim
     last = LAYOUT.kv_heads * LAYOUT.head_dim
@@ -131,7 +119,7 @@ def test_q_and_k_are_those_of_the_decoder_and_v_is_itself(normed: bool) -> None:
 def test_gradients_of_rotated_heads_are_those_of_float64(normed: bool) -> None:
     qkv, (cos, sin, positions), grad = qkv_of(1), tables(), qkv_of(4)
     weights = norms() if normed else None
-    found = norm_rotate_backward(grad, qkv, weights, cos, sin, positions, LAYOUT, EPS)
+    found = fused.norm_rotate_backward(grad, qkv, weights, cos, sin, positions, LAYOUT, EPS)
 
     leaf = qkv.double().requires_grad_()
     wide = [weight.double().requires_grad_() for weight in weights or ()]
@@ -154,7 +142,7 @@ def test_gradients_of_rotated_heads_are_those_of_float64(normed: bool) -> None:
         assert torch.allclose(of_norm.double(), wide_gradient, rtol=1e-5, atol=1e-5)
 
 
-SMALL = HeadLayout(query_heads=4, kv_heads=2, head_dim=16)
+SMALL = fused.HeadLayout(query_heads=4, kv_heads=2, head_dim=16)
 SCALES = LayerScales(q=0.0625, k=0.03125, v=0.125)
 
 
@@ -162,14 +150,18 @@ SCALES = LayerScales(q=0.0625, k=0.03125, v=0.125)
 def test_static_codes_are_the_grid_of_the_reference(values: list[float], scale: float) -> None:
     x = torch.tensor(values)
     expected = encode(round_to_e4m3(x / torch.tensor(scale)))
-    assert torch.equal(static_codes(x, scale).view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(fused.static_codes(x, scale).view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("products", QUERY_TYPES)
 def test_every_part_has_its_own_scale(products: AttentionProducts) -> None:
     qkv = 10 * torch.randn(5, 8 * 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = [*zip(head_codes(qkv, SMALL, SCALES, products), head_values(qkv, SMALL, SCALES, products), strict=True)]
-    given_parts = [*zip(heads_of(qkv, SMALL), vars(SCALES).values(), strict=True)]
+    found = [
+        *zip(
+            fused.head_codes(qkv, SMALL, SCALES, products), fused.head_values(qkv, SMALL, SCALES, products), strict=True
+        )
+    ]
+    given_parts = [*zip(fused.heads_of(qkv, SMALL), vars(SCALES).values(), strict=True)]
     if products != "fp8":
         (codes, values), (q, _) = found.pop(0), given_parts.pop(0)
         assert torch.equal(codes, q)
@@ -188,16 +180,16 @@ def test_every_part_has_its_own_scale(products: AttentionProducts) -> None:
 def test_gradients_pass_by_what_is_not_saturated(limit: float, largest: float, next_one: float) -> None:
     """Also where BF16 does not have the limit, which it would round up to 135."""
     qkv = torch.zeros(3, 8 * 16).bfloat16()
-    q, k, v = heads_of(qkv, SMALL)
+    q, k, v = fused.heads_of(qkv, SMALL)
     q[0, 0, 0], q[0, 0, 1], k[1, 1, 2], k[1, 1, 3], v[2, 0, 4], v[2, 1, 5] = (
         *(largest, next_one, -largest, -next_one),
         *(torch.inf, torch.nan),
     )
     grads = tuple(torch.full_like(x, i + 1).contiguous() for i, x in enumerate((q, k, v)))
     scales = LayerScales(*[limit / E4M3_MAX] * 3)
-    unbound = heads_of(head_gradients(grads, qkv, SMALL, scales, "fp16_over_fp8_cache"), SMALL)[0]
+    unbound = fused.heads_of(fused.head_gradients(grads, qkv, SMALL, scales, "fp16_over_fp8_cache"), SMALL)[0]
     assert (unbound == 1).all(), "Q in FP16 has no codes that saturate"
-    of_q, of_k, of_v = heads_of(head_gradients(grads, qkv, SMALL, scales, "fp8"), SMALL)
+    of_q, of_k, of_v = fused.heads_of(fused.head_gradients(grads, qkv, SMALL, scales, "fp8"), SMALL)
     for found, value, zeros in ((of_q, 1, [(0, 0, 1)]), (of_k, 2, [(1, 1, 3)]), (of_v, 3, [(2, 0, 4), (2, 1, 5)])):
         assert found.unique().tolist() == [0, value]
         assert (found == 0).nonzero().tolist() == [list(at) for at in zeros]

@@ -7,19 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fp8core.numerics import gemm
 from fp8core.numerics.e4m3 import row_and_column_codes, row_codes, tile_codes
-from fp8core.numerics.gemm import (
-    align_rows,
-    aligned_gemm,
-    alignment_bits,
-    block_gemm,
-    forward_gemm,
-    input_gradient_gemm,
-    scaled_gemm,
-    sliced_gemm,
-    transpose,
-    weight_gradient_gemm,
-)
 from fp8core.numerics.linear import StoredWeight, dgrad, fprop, load_weight, wgrad
 from fp8core.numerics.recipe import RECIPES, Recipe
 
@@ -57,11 +46,11 @@ def test_block_gemm_sums_each_block_exactly(random_grid, shape: tuple[int, int, 
     m, n, k = shape
     left, right = random_grid(m, k, 1), random_grid(n, k, 2)
     factors = scales(m, k, rule, 3, block), scales(n, k, rule, 4, block)
-    product = block_gemm(left, factors[0], right, factors[1], block)
+    product = gemm.block_gemm(left, factors[0], right, factors[1], block)
     assert product.dtype == torch.float64
     assert torch.equal(product, exact_block_gemm(left, factors[0], right, factors[1], block))
     if rule == "pow2":
-        scaled = scaled_gemm(dequantised(left, factors[0], block), dequantised(right, factors[1], block), block)
+        scaled = gemm.scaled_gemm(dequantised(left, factors[0], block), dequantised(right, factors[1], block), block)
         assert torch.equal(scaled, product)
 
 
@@ -71,7 +60,7 @@ def test_block_gemm_sums_each_block_exactly(random_grid, shape: tuple[int, int, 
 @given(k=st.integers(1, 2**20))
 @settings(max_examples=200)
 def test_alignment_bits_are_the_most_that_stay_exact(k: int) -> None:
-    bits = alignment_bits(k)
+    bits = gemm.alignment_bits(k)
     assert k * 2 ** (2 * bits) <= 2**53
     assert k == 1 or 2 ** math.ceil(math.log2(k)) * 2 ** (2 * (bits + 1)) > 2**53
 
@@ -81,7 +70,7 @@ def test_alignment_bits_are_the_most_that_stay_exact(k: int) -> None:
 def test_aligned_rows_are_multiples_of_a_step_within_the_bound(seed: int, bits: int, exponent: int) -> None:
     x = torch.randn(5, 33, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     before = x.clone()
-    aligned = align_rows(x, bits)
+    aligned = gemm.align_rows(x, bits)
     amax = x.abs().amax(-1, keepdim=True)
     assert torch.equal(x, before)
     assert ((aligned - x).abs() <= 2.0**-bits * amax).all()
@@ -92,15 +81,15 @@ def test_aligned_rows_are_multiples_of_a_step_within_the_bound(seed: int, bits: 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 128, 129, 4096, 4097])
 def test_aligned_gemm_is_an_exact_integer_product(k: int) -> None:
-    top = 2 ** alignment_bits(k)
+    top = 2 ** gemm.alignment_bits(k)
     generator = torch.Generator().manual_seed(k)
     left, right = (torch.randint(top - 9, top + 1, (3, k), generator=generator) for _ in range(2))
     left[:, 0] = right[:, 0] = top - 1  # rows of top alone would be aligned one bit coarser
     left, right = left.clamp(max=top - 1), right.clamp(max=top - 1)
     expected = [[sum(a * b for a, b in zip(x, y, strict=True)) for y in right.tolist()] for x in left.tolist()]
-    aligned = align_rows(right.double(), alignment_bits(k))
+    aligned = gemm.align_rows(right.double(), gemm.alignment_bits(k))
     assert torch.equal(aligned, right.double())
-    assert [[int(value) for value in row] for row in aligned_gemm(left.double(), aligned).tolist()] == expected
+    assert [[int(value) for value in row] for row in gemm.aligned_gemm(left.double(), aligned).tolist()] == expected
 
 
 def fp32(*shape: int, seed: int) -> Tensor:
@@ -112,7 +101,7 @@ def fp32(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("k", [1, 32, 100, 576])
 def test_sliced_gemm_is_nearer_to_the_product_of_fp32_values_than_fp32_can_tell(k: int) -> None:
     left, right = fp32(5, k, seed=1), fp32(7, k, seed=2)
-    found = sliced_gemm(left, right)
+    found = gemm.sliced_gemm(left, right)
     for i, row in enumerate(left.tolist()):
         for j, other in enumerate(right.tolist()):
             exact = sum((Fraction(a) * Fraction(b) for a, b in zip(row, other, strict=True)), Fraction(0))
@@ -122,10 +111,10 @@ def test_sliced_gemm_is_nearer_to_the_product_of_fp32_values_than_fp32_can_tell(
 
 def test_a_row_of_sliced_gemm_depends_on_no_batch_and_no_order() -> None:
     left, right = fp32(64, 300, seed=3), fp32(40, 300, seed=4)
-    whole, order = sliced_gemm(left, right), torch.randperm(300, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(sliced_gemm(left[:, order], right[:, order]), whole)
+    whole, order = gemm.sliced_gemm(left, right), torch.randperm(300, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(gemm.sliced_gemm(left[:, order], right[:, order]), whole)
     for i in range(64):
-        assert torch.equal(sliced_gemm(left[i : i + 1], right), whole[i : i + 1])
+        assert torch.equal(gemm.sliced_gemm(left[i : i + 1], right), whole[i : i + 1])
 
 
 sizes = st.integers(1, 300)
@@ -146,11 +135,11 @@ def test_on_codes_the_three_gemms_are_those_of_the_reference(tokens, inputs, out
     reference = load_weight([StoredWeight(*weight)])
 
     assert torch.equal(
-        forward_gemm(row_codes(x, recipe.activations), weight).float(), fprop(x.float(), reference, recipe)
+        gemm.forward_gemm(row_codes(x, recipe.activations), weight).float(), fprop(x.float(), reference, recipe)
     )
-    into_x = input_gradient_gemm(row_codes(grad, recipe.gradients), transpose(weight))
+    into_x = gemm.input_gradient_gemm(row_codes(grad, recipe.gradients), gemm.transpose(weight))
     columns = [row_and_column_codes(tensor, recipe.activations, recipe.tokens)[1] for tensor in (grad, x)]
-    into_weight = weight_gradient_gemm(*columns)
+    into_weight = gemm.weight_gradient_gemm(*columns)
     expected = dgrad(grad.float(), reference, recipe).bfloat16(), wgrad(grad.float(), x.float(), recipe)
     if recipe.weights.rule == "pow2":
         assert torch.equal(into_x, expected[0])
