@@ -41,17 +41,13 @@ class DataConfig(Section):
     revision: str | None = Field(None, description="Commit of a Hugging Face dataset.")
     question_field: str = Field("question", min_length=1, description="Field of a row that holds the question.")
     answer_field: str = Field(
-        "answer",
-        min_length=1,
-        description="Field with the reference answer; `reward_model.ground_truth` is one within another.",
+        "answer", min_length=1, description="Field with the answer; `reward_model.ground_truth` is one within another."
     )
     messages_field: str | None = Field(
         None, min_length=1, description="Field with a conversation instead of question_field; its last message asks."
     )
     columns: list[str] = Field(
-        default_factory=list,
-        max_length=100,
-        description="Further fields, for the parameter `columns` of a verifier of your own.",
+        default_factory=list, max_length=100, description="Further fields, for `columns` of a verifier of your own."
     )
     unreadable: Literal["refuse", "skip"] = Field("refuse", description="Rows that the verifier cannot read.")
     template: str = Field(_QUESTION, description="Prompt text, inside the chat template; {question} alone is replaced.")

@@ -11,8 +11,7 @@ class VllmConfig(Section):
     """Settings of vLLM; `rollout.max_batch` is its max_num_seqs."""
 
     model: Literal["stock", "aligned"] = Field(
-        "stock",
-        description="stock: vLLM's own model; aligned: ours, with the log-probs of training (docs/guides/vllm.md).",
+        "stock", description="stock: vLLM's own; aligned: ours, with the log-probs of training (docs/guides/vllm.md)."
     )
     gpu_memory_utilization: float = Field(0.85, gt=0, le=0.98, description="Share of the GPU's memory.")
     kv_cache_gib: float | None = Field(

@@ -24,8 +24,7 @@ class EnvironmentConfig(Section):
         "auto", description="How a tool call is written; auto: as in the model's chat template, else plain."
     )
     failed: Literal["leave_out", "count"] = Field(
-        "leave_out",
-        description="Episodes that end as timeout or crashed: leave out of loss and baseline, or count the reward.",
+        "leave_out", description="Episodes that time out or crash: leave out of loss and baseline, or count the reward."
     )
     timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for one answer of an environment.")
     memory_mb: int = Field(1024, ge=16, le=1 << 20, description="MiB of an episode, beyond the loaded environment.")

@@ -99,8 +99,7 @@ class StopConfig(Section):
         description="Steps in a row beyond a bound before the action; null: 1 where equal bits are promised, else 3.",
     )
     action: Literal["none", "warn", "pause", "fail"] | None = Field(
-        None,
-        description="What happens then (docs/guides/operate.md); null fails, and warns where a mismatch is accepted.",
+        None, description="What happens then (docs/guides/operate.md); null: fail; warn where a mismatch is accepted."
     )
 
 

@@ -152,14 +152,11 @@ class OtherVerifierConfig(Section):
 
 class RewardConfig(Section):
     verifier: Verifier = Field(
-        "chain",
-        description=f"{', '.join(SHIPPED_VERIFIERS)}; or your function, `module:name` or `path/to/file.py:name`.",
+        "chain", description=f"{', '.join(SHIPPED_VERIFIERS)}; or your function, `module:name` or `file.py:name`."
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description=_OPTIONS_TEXT)
     others: list[OtherVerifierConfig] = Field(
-        default_factory=list,
-        max_length=16,
-        description="Verifiers whose weighted scores are added; outcomes are those of `verifier`.",
+        default_factory=list, max_length=16, description="Their weighted scores are added; outcomes are `verifier`'s."
     )
     timeout_seconds: float = Field(2.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")
     memory_mb: int = Field(1024, ge=16, le=1 << 20, description="MiB of one answer, beyond the loaded verifier.")

@@ -57,10 +57,7 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(16, ge=1, le=1 << 20, description="Longest completion, in tokens.")
     temperature: float = Field(1.0, ge=1e-6, le=10, description="Of sampling; logits are divided by it.")
     top_k: int | None = Field(
-        None,
-        ge=1,
-        le=1 << 24,
-        description="Sample from the k likeliest tokens, and those as likely as the last; null: all.",
+        None, ge=1, le=1 << 24, description="Sample from the k likeliest tokens, and ties with the last; null: all."
     )
     top_p: float = Field(
         1.0, gt=0, le=1, description="Sample from the likeliest tokens that have this probability together; 1: all."
@@ -70,9 +67,7 @@ class RolloutConfig(Section):
     )
     max_batch: int = Field(256, ge=1, le=65536, description="Sequences that one engine decodes together.")
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(
-        default_factory=list,
-        max_length=16,
-        description="A completion ends with the token that completes one of these texts, too.",
+        default_factory=list, max_length=16, description="Texts; a completion ends with the token that completes one."
     )
     router_replay: bool = Field(False, description="Train with the experts that the rollout chose.")
     vllm: VllmConfig = Field(default_factory=VllmConfig, description="Of engine=vllm.")
@@ -97,8 +92,7 @@ class CalibrationConfig(Section):
     """Scales of Q, K and V for the FP8 cache and attention."""
 
     source: Literal["logprob_pass", "fresh_pass"] = Field(
-        "logprob_pass",
-        description="Statistics of the pass for old log-probs (one update late), or of a pass under the new policy.",
+        "logprob_pass", description="Statistics of the pass for old log-probs (an update late), or of a new pass."
     )
     margin: float = Field(2.0, ge=1, le=64, description="Headroom: the scale covers the largest magnitude times this.")
     average: float = Field(0.5, ge=0, lt=1, description="Weight of previous steps in the moving average.")

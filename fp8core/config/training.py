@@ -46,10 +46,7 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description="How it falls to final_share.")
     final_share: float = Field(0.1, ge=0, le=1, description="Share that is left at the end, and later.")
     over_steps: int | None = Field(
-        None,
-        ge=1,
-        le=10_000_000,
-        description="GRPO steps after which the schedule is over; null takes `steps` of the first start.",
+        None, ge=1, le=10_000_000, description="GRPO steps until its end; null takes `steps` of the first start."
     )
 
 
@@ -57,8 +54,7 @@ class OptimiserConfig(Section):
     """The rule that updates weights by gradients; `training.learning_rate` is its rate."""
 
     name: Annotated[str, choice_of(OPTIMISERS, "OPTIMISER")] = Field(
-        "adamw",
-        description="adamw; muon, of matrices of layers and adapters, with AdamW for the rest; or module:OPTIMISER.",
+        "adamw", description="adamw; muon, of matrices of layers and adapters, AdamW for the rest; or module:OPTIMISER."
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of AdamW's second moment.")
@@ -82,8 +78,7 @@ class TrainingConfig(Section):
     tokens_per_pass: int = Field(16384, ge=128, le=1 << 22, description="Tokens of one packed pass.")
     activation_checkpointing: bool = Field(False, description="Packed: recompute inside layers for the backward.")
     reduce_gradients: Literal["per_update", "per_pass"] = Field(
-        "per_update",
-        description="Packed ranks exchange gradients once an update (ZeRO stage 1), or in each pass (stage 2).",
+        "per_update", description="Packed ranks exchange gradients once an update (ZeRO 1), or in each pass (ZeRO 2)."
     )
     deterministic: bool = Field(True, description="On a GPU: only repeatable kernels, which replays need.")
     lora: LoraConfig | None = Field(None, description="Torch trainers: adapters learn; null trains all weights.")

@@ -100,8 +100,7 @@ def _written_tokens(stream: pa.Table) -> int:
 
 
 BATCHES = Metric(
-    "rollout/batches",
-    "batches of prompts that the step generated. *At `rollout.refill.max_batches`: raise it, or choose other data.*",
+    "rollout/batches", "batches that a step generated. *At `rollout.refill.max_batches`: raise it, or change the data.*"
 )
 GROUPS = Metric("rollout/groups_with_signal", "groups with a signal that the step learns from")
 DRAWN_REWARD = Metric("reward/drawn_mean", "mean reward of all that was generated", unit="mean reward of the step")

@@ -63,10 +63,7 @@ REWARD_SLOPE = Metric(
     "train/first_reward_slope", "below 0 where the update makes rewarded completions less likely", better="higher"
 )
 MASK_DIFFERING = Metric(
-    "train/mask_differing",
-    "tokens in the loss that the policy did not write, and the other way round",
-    better="lower",
-    ideal=0.0,
+    "train/mask_differing", "tokens only in the loss, or only written by the policy", better="lower", ideal=0.0
 )
 _LAST_PASS = tuple(
     Metric(f"train/last_{name}", "mean over the updates of the last pass; with `training.epochs` alone")
