@@ -73,7 +73,7 @@ def test_a_moved_run_is_extended_in_its_mlflow_run(
     assert summary["mlflow_run_id"] == begun.mlflow_run().info.run_id
     tip = f"3:{record_digest(StepManifest.model_validate_json((moved / 'manifests/00003.json').read_bytes()))}"
     assert summary["chain_tip"] == begun.mlflow_run().data.tags["chain_tip"] == tip
-    assert f"  chain      {tip}\n" in out
+    assert f"  chain       {tip}\n" in out
     assert [path.name for path in moved.parent.iterdir()] == ["renamed"], "no second MLflow store"
 
 
