@@ -120,8 +120,8 @@ class FiniteFlag:
 @with_kernel("quantise")
 def row_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
     """Codes [rows, columns] and scales [rows, groups] of BF16 or FP32 [rows, columns], with one element at least.
-    Raises GroupNotFinite: x holds NaN or infinity, and there is no `flag` or the reference runs."""
-    return _encode(quantise_rows(x.float(), grouping))
+    Raises GroupNotFinite: x holds NaN or infinity, and there is no `flag`."""
+    return _encode(quantise_rows(_finite_values(x, flag), grouping))
 
 
 @with_kernel("quantise")
@@ -129,12 +129,21 @@ def row_and_column_codes(
     x: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
     """`row_codes` of a tensor, and of its transpose: codes [columns, rows] and scales [columns, groups]."""
-    return _encode(quantise_rows(x.float(), rows)), _encode(quantise_columns(x.float(), columns))
+    wide = _finite_values(x, flag)
+    return _encode(quantise_rows(wide, rows)), _encode(quantise_columns(wide, columns))
 
 
 @with_kernel("quantise")
 def tile_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
-    return _encode(quantise_tiles(x.float(), grouping))
+    return _encode(quantise_tiles(_finite_values(x, flag), grouping))
+
+
+def _finite_values(x: Tensor, flag: FiniteFlag | None) -> Tensor:
+    """FP32. With a flag NaN and infinity count as 0: processes that share a pass must all go on."""
+    if flag is None or bool((finite := torch.isfinite(x)).all()):
+        return x.float()
+    flag.not_finite.fill_(1)
+    return torch.where(finite, x.float(), 0.0)
 
 
 @contextmanager

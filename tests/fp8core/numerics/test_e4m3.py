@@ -1,4 +1,5 @@
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -147,6 +148,20 @@ def test_layout_in_memory_changes_nothing(quantise) -> None:
 
 
 CPU = torch.device("cpu")
+
+
+_ROWS_AND_COLUMNS = partial(e4m3.row_and_column_codes, columns=POW2.tokens)
+
+
+@pytest.mark.parametrize("operation", [e4m3.row_codes, e4m3.tile_codes, _ROWS_AND_COLUMNS])
+def test_a_reference_goes_on_where_the_caller_has_a_flag(operation) -> None:
+    flag, x = e4m3.FiniteFlag(CPU), torch.ones(3, 130)
+    operation(x, POW2.activations, flag=flag)
+    flag.check()
+    x[1, 2] = torch.inf
+    operation(x, POW2.activations, flag=flag)
+    with pytest.raises(e4m3.GroupNotFinite):
+        flag.check()
 
 
 def test_a_kernel_is_checked_at_once_unless_the_caller_does() -> None:
