@@ -2,7 +2,9 @@
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
@@ -17,8 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from fp8core.errors import UserError
 from fp8core.rollout.shared_weights import RECEIVED_BYTES, TensorSpec, specs_of
-from fp8core.training.ranks import Ranks, align
-from fp8core.training.trainer import shares
+from fp8core.training.ranks import ALONE, Ranks, align
 
 # The caller ends the members that wait for one that is gone.
 _TIMEOUT = timedelta(hours=2)
@@ -124,25 +125,35 @@ class GroupRanks(Ranks):
         # Megatron computes in this group too.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
+        self._group: Any = None
         self.rank = rank
         self.count = count
 
-    def own(self, parts: int) -> range:
-        return range(parts)[shares(parts, self.count)[self.rank]]
+    def neighbours(self, width: int) -> Ranks:
+        if width == 1:
+            return ALONE
+        if width == self.count:
+            return self
+        part = copy(self)
+        part._group, _ = distributed.new_subgroups(width, timeout=_TIMEOUT)
+        part.rank = self.rank % width
+        part.count = width
+        return part
 
     def joined(self, own: Sequence[Value]) -> list[Value]:
         by_rank: list[Sequence[Value]] = [()] * self.count
-        distributed.all_gather_object(by_rank, list(own))
+        distributed.all_gather_object(by_rank, list(own), self._group)
         return list(chain.from_iterable(by_rank))
 
     def combine_counts(self, combine: Callable[..., None]) -> None:
-        combine(self.maximum, distributed.all_reduce)
+        combine(self.maximum, partial(distributed.all_reduce, group=self._group))
 
     def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
         """The sums over all parts of all processes, by tensor, added in the order of the parts: the bytes of one.
 
         `own`: of each part of this process, a gradient or None for each tensor of `like`.
         """
+        assert self._group is None, "a chain of all processes"
         sums: list[list[Tensor | None]] = [[None] * len(like)]
         if self.rank > 0:
             distributed.recv_object_list(sums, self.rank - 1)
@@ -158,7 +169,7 @@ class GroupRanks(Ranks):
         padded = own if len(own) == most else torch.cat([own, own.new_zeros(most - len(own))])
         # Into a list, NCCL would need all of it a second time.
         whole = own.new_empty(most * self.count)
-        distributed.all_gather_into_tensor(whole, padded)
+        distributed.all_gather_into_tensor(whole, padded, group=self._group)
         return [whole[rank * most :][:size] for rank, size in enumerate(sizes)]
 
     def exchange(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
@@ -166,7 +177,8 @@ class GroupRanks(Ranks):
         outgoing = torch.cat(list(parts))
         received = outgoing.new_empty(size * self.count)
         sizes = [len(part) for part in parts]
-        work = distributed.all_to_all_single(received, outgoing, [size] * self.count, sizes, async_op=True)
+        each = [size] * self.count
+        work = distributed.all_to_all_single(received, outgoing, each, sizes, group=self._group, async_op=True)
 
         def finished() -> list[Tensor]:
             work.wait()
@@ -175,7 +187,7 @@ class GroupRanks(Ranks):
         return finished
 
     def maximum(self, tensor: Tensor) -> None:
-        distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
+        distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=self._group)
 
 
 def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:

@@ -8,7 +8,8 @@ from fp8core.config.training import TrainingConfig
 
 def sft_training(config: RunConfig) -> TrainingConfig:
     """Repeatable, so that runs of all trainers start from one policy. Kept is what fits it into memory."""
-    memory = dict.fromkeys(("device", "packed", "tokens_per_pass", "activation_checkpointing"), True)
+    names = ("device", "packed", "tokens_per_pass", "context_parallel", "activation_checkpointing")
+    memory = dict.fromkeys(names, True)
     settings = config.training.model_dump(include={**memory, "optimiser": {"state"}})
     return TrainingConfig.model_validate(settings)
 

@@ -301,6 +301,9 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
         for name, group in (("tensor_parallel", grid.tensor_parallel), ("expert_parallel", grid.expert_parallel)):
             if ranks % group:
                 yield f"cluster.ranks={ranks} is no multiple of training.megatron.{name}={group}"
+    if config.cluster.ranks % config.training.context_parallel:
+        shared = config.training.context_parallel
+        yield f"cluster.ranks={config.cluster.ranks} is no multiple of training.context_parallel={shared}"
 
 
 def _data_problems(config: RunConfig) -> Iterator[str]:

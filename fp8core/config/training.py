@@ -76,6 +76,9 @@ class TrainingConfig(Section):
     epochs: int = Field(1, ge=1, le=64, description="Passes over a rollout batch; later ones draw minibatches anew.")
     micro_batch: int = Field(256, ge=1, le=65536, description="Sequences of one pass that is not packed.")
     tokens_per_pass: int = Field(16384, ge=128, le=1 << 22, description="Tokens of one packed pass.")
+    context_parallel: int = Field(
+        1, ge=1, le=256, description="Packed: successive ranks of `cluster.ranks` that share each pass, by its tokens."
+    )
     activation_checkpointing: bool = Field(False, description="Packed: recompute inside layers for the backward.")
     reduce_gradients: Literal["per_update", "per_pass"] = Field(
         "per_update", description="Packed ranks exchange gradients once an update (ZeRO 1), or in each pass (ZeRO 2)."
@@ -100,6 +103,12 @@ class TrainingConfig(Section):
         if self.optimiser.name != "adamw" and self.trainer == "megatron":
             name = self.optimiser.name
             raise ValueError(f"optimiser.name={name} with trainer=megatron, which has AdamW alone; set it to adamw")
+        if self.context_parallel > 1 and not (self.trainer == "torch" and self.computes_packed):
+            ours = "trainer=megatron" if self.trainer == "megatron" else "the exact trainer"
+            raise ValueError(
+                f"context_parallel={self.context_parallel} with {ours}: packed passes of trainer=torch alone are "
+                "shared; set it to 1, or packed to true"
+            )
         if self.device == "cuda" and self.packed is False:
             raise ValueError("device=cuda with packed=false: the exact trainer computes on a CPU; set packed to null")
         self._check_narrow_moments()

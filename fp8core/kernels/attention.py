@@ -3,6 +3,7 @@
 The backward of both is `attention_backward`'s, from the output and the log-sum-exp of the forward.
 """
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import torch
@@ -13,20 +14,23 @@ from fp8core.kernels.sequence_attention import Batch, SequenceAttention, Span, b
 from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed import PAGE, AttentionOutput, DevicePack, PackedAttention, PackedSequences
+from fp8core.numerics.packed import PAGE, AttentionOutput, AttentionPack, DevicePack, PackedAttention
 from fp8core.numerics.recipe import AttentionProducts
 
 
 def packed_attention(
-    qkv: Tensor, layout: HeadLayout, pack: DevicePack, form: PackedAttention, scales: LayerScales | None
+    qkv: Tensor, layout: HeadLayout, pack: AttentionPack, form: PackedAttention, scales: LayerScales | None
 ) -> AttentionOutput:
     if form.exact.name in QUERY_TYPES:
         assert scales is not None, "FP8 attention without scales: calibrate first"
         return fp8_attention(qkv, layout, pack, scales, form.exact.name, form.longest)
     assert form.exact.name == "bf16", form.exact.name
-    out, logsumexp = _flash_attention(heads_of(qkv, layout), pack)
-    out = out.flatten(1)
-    return AttentionOutput(out, (out, logsumexp))
+    q, k, v = heads_of(qkv, layout)
+    k, v = (pack.gathered(x) for x in (k, v))
+    results = [_flash_attention((q[rows], k[keys], v[keys]), part) for rows, keys, part in pack.parts]
+    outs, logsumexps = zip(*results, strict=True)
+    out = _joined(outs).flatten(1)
+    return AttentionOutput(out, (out, _joined(logsumexps, 1)))
 
 
 def packed_attention_backward(
@@ -34,34 +38,71 @@ def packed_attention_backward(
     qkv: Tensor,
     saved: tuple[Tensor, ...],
     layout: HeadLayout,
-    pack: DevicePack,
+    pack: AttentionPack,
     form: PackedAttention,
     scales: LayerScales | None,
 ) -> Tensor:
     if form.exact.name in QUERY_TYPES:
         assert scales is not None
         products = form.exact.name
-        grads = attention_gradients(grad, head_values(qkv, layout, scales, products), saved, pack)
+        grads = _gradients(grad, head_values(qkv, layout, scales, products), saved, pack)
         return head_gradients(grads, qkv, layout, scales, products)
-    return torch.cat(attention_gradients(grad, heads_of(qkv, layout), saved, pack), dim=1).flatten(1)
+    return torch.cat(_gradients(grad, heads_of(qkv, layout), saved, pack), dim=1).flatten(1)
 
 
 def fp8_attention(
-    qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales, products: AttentionProducts, longest: int
+    qkv: Tensor,
+    layout: HeadLayout,
+    pack: AttentionPack,
+    scales: LayerScales,
+    products: AttentionProducts,
+    longest: int,
 ) -> AttentionOutput:
     """The result of the engine's decode kernel for every token of a pack, which is its own paged cache."""
     query, key, value = head_codes(qkv, layout, scales, products)
-    keys, values = (codes.view(-1, PAGE, *codes.shape[1:]) for codes in (key, value))
+    keys, values = (pack.gathered(codes).view(-1, PAGE, *codes.shape[1:]) for codes in (key, value))
     group = layout.query_heads // layout.kv_heads
     # Filling has no attention, and no weights in the backward.
     out = torch.zeros(query.shape, dtype=torch.bfloat16, device=qkv.device)
     logsumexp = torch.full((layout.query_heads, len(query)), torch.inf, device=qkv.device)
-    work = _work(pack.sequences, group, longest, qkv.device)
     of_all = tuple(_scalar(scale, qkv.device) for scale in (scales.q, scales.k, scales.v))
     attention = _sequence_attention(qkv.device, layout, longest, products)
-    attention(query, keys, values, pack.pages, work, of_all, out, logsumexp)
-    rows = out.flatten(1)
-    return AttentionOutput(rows, (rows, logsumexp))
+    for rows, seen, part in pack.parts:
+        pages = slice(None if seen.start is None else seen.start // PAGE, None)
+        work = _work(_spans(part), group, longest, qkv.device)
+        own = query[rows], keys[pages], values[pages], part.pages, work, of_all, out[rows], logsumexp[:, rows]
+        attention(*own)
+    flat = out.flatten(1)
+    return AttentionOutput(flat, (flat, logsumexp))
+
+
+def _gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack: AttentionPack) -> Heads:
+    """Of own Q, K and V, BF16. Sums over queries of several parts and processes are FP32."""
+    out, logsumexp = saved
+    q, k, v = heads
+    all_keys, all_values = (pack.gathered(x) for x in (k, v))
+    of_parts = [
+        attention_gradients(
+            grad[rows], (q[rows], all_keys[keys], all_values[keys]), (out[rows], logsumexp[:, rows]), part
+        )
+        for rows, keys, part in pack.parts
+    ]
+    of_query, *of_both = zip(*of_parts, strict=True)
+    of_key, of_value = (pack.summed(_by_key(parts, pack, len(all_keys))).to(k.dtype) for parts in of_both)
+    return _joined(of_query), of_key, of_value
+
+
+def _by_key(gradients: Sequence[Tensor], pack: AttentionPack, tokens: int) -> Tensor:
+    if len(gradients) == 1:
+        return gradients[0]
+    total = torch.zeros(tokens, *gradients[0].shape[1:], device=gradients[0].device)
+    for gradient, part in zip(gradients, pack.parts, strict=True):
+        total[part.keys] += gradient
+    return total
+
+
+def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 def _flash_attention(heads: Heads, pack: DevicePack) -> tuple[Tensor, Tensor]:
@@ -75,7 +116,7 @@ def _flash_attention(heads: Heads, pack: DevicePack) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(pack: DevicePack) -> tuple[Tensor, Tensor, int, int]:
-    return pack.starts, pack.starts, pack.sequences.longest, pack.sequences.longest
+    return pack.query_starts, pack.starts, pack.longest_query, pack.sequences.longest
 
 
 @cache
@@ -88,10 +129,15 @@ def _sequence_attention(
     return SequenceAttention(device, shape, strides, query_heads // kv_heads, longest, products)
 
 
+def _spans(pack: DevicePack) -> tuple[Span, ...]:
+    sequences = zip(pack.sequences.starts, pack.sequences.lengths, strict=False)
+    firsts = ((max(start, pack.prefix), start + length, length) for start, length in sequences)
+    return tuple(Span(first - pack.prefix, end - first, keys) for first, end, keys in firsts)
+
+
 @lru_cache(maxsize=8)
-def _work(sequences: PackedSequences, group: int, longest: int, device: torch.device) -> list[Batch]:
+def _work(spans: tuple[Span, ...], group: int, longest: int, device: torch.device) -> list[Batch]:
     """Once for all layers and for the backward's pass."""
-    spans = [Span(start, length, length) for start, length in zip(sequences.starts, sequences.lengths, strict=False)]
     return batches(spans, group, longest, device)
 
 

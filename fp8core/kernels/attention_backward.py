@@ -87,10 +87,11 @@ def _part(spans: Sequence[tuple[int, int]]) -> Part:
 
 def attention_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack: DevicePack) -> Heads:
     """Of Q, K and V; `grad`, BF16, is zero in filling. `saved`: the output, and log-sum-exps, FP32 [query_heads,
-    tokens]."""
+    tokens]. FlashAttention takes packs with tokens that have no queries, or are all filling."""
     q, k, _ = heads
     layout = HeadLayout(q.shape[1], k.shape[1], q.shape[2])
-    parts = parts_of(pack.sequences, layout) if library(layout.head_dim, q.device) is not None else []
+    takes = not pack.prefix and any(pack.sequences.lengths) and library(layout.head_dim, q.device) is not None
+    parts = parts_of(pack.sequences, layout) if takes else []
     return cudnn_gradients(grad, heads, saved, parts) if parts else flash_gradients(grad, heads, saved, pack)
 
 
@@ -117,12 +118,11 @@ def _frontend() -> Any | None:
 def flash_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack: DevicePack) -> Heads:
     out, logsumexp = saved
     q, k, v = heads
-    longest = pack.sequences.longest
     # Of dropout, which there is none of.
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     empty = torch.empty(0, device=q.device)
-    result = grad.reshape(q.shape), q, k, v, out.view(q.shape), logsumexp
-    bounds = pack.starts, pack.starts, longest, longest
+    result = grad.reshape(q.shape), q, k, v, out.view(q.shape), logsumexp.contiguous()
+    bounds = pack.query_starts, pack.starts, pack.longest_query, pack.sequences.longest
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
         *result, *bounds, 0.0, True, state, empty, window_size_left=-1, window_size_right=0
     )

@@ -6,10 +6,11 @@ by DeepGEMM's BF16 GEMM, whose accumulation does not depend on the number of row
 Shapes: qkv BF16 [tokens, (query_heads + 2 kv_heads) * head_dim], normed and rotated; attention's output BF16 [tokens,
 query_heads * head_dim]."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,14 +44,24 @@ class PackedSequences:
     starts: tuple[int, ...]
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> "PackedSequences":
+    def of(cls, lengths: Sequence[int], multiple: int = TILE) -> "PackedSequences":
         assert lengths, "a pack without sequences"
         assert min(lengths) > 0, "an empty sequence"
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + round_up(length, PAGE))
-        rest = -starts[-1] % TILE
+        rest = -starts[-1] % multiple
         return cls((*lengths, 0), (*starts, starts[-1] + rest)) if rest else cls(tuple(lengths), tuple(starts))
+
+    def context_of(self, first: int, last: int) -> tuple[int, "PackedSequences"]:
+        """The place and the sequences of all that tokens from `first` to `last` attend to; the last may be cut. Both
+        are multiples of `PAGE`."""
+        owner = bisect_right(self.starts, first) - 1
+        # Filling looks nowhere.
+        begin = self.starts[owner] if self.lengths[owner] else first
+        of_each = zip(self.lengths[owner:], self.starts[owner:], strict=False)
+        lengths, starts = zip(*((min(n, last - start), start) for n, start in of_each if start < last), strict=True)
+        return begin, PackedSequences(lengths, tuple(max(start, begin) - begin for start in (*starts, last)))
 
     @property
     def tokens(self) -> int:
@@ -106,21 +117,81 @@ class DevicePack(NamedTuple):
     """A pack with what kernels read of it, on their device.
 
     `positions` are int64 [tokens], `starts` int32 [sequences + 1]. `pages`, int32 [sequences, pages of the longest],
-    has the pages of the pack with keys 16 i and after."""
+    has the pages of the pack with keys 16 i and after. The first `prefix` tokens of the first sequence have no queries
+    here; `query_starts` counts the others."""
 
     sequences: PackedSequences
     positions: Tensor
     starts: Tensor
     pages: Tensor
+    query_starts: Tensor
+    prefix: int
 
     @classmethod
-    def of(cls, sequences: PackedSequences, device: torch.device) -> "DevicePack":
+    def of(cls, sequences: PackedSequences, device: torch.device, prefix: int = 0) -> "DevicePack":
         starts = torch.tensor(sequences.starts, dtype=torch.int32)
         pages = starts[:-1, None] // PAGE + torch.arange(-(-sequences.longest // PAGE), dtype=torch.int32)
         # Rows of shorter sequences run on into pages that no query reads.
         pages = pages.clamp(max=sequences.tokens // PAGE - 1)
-        tensors = sequences.positions, starts, pages
-        return cls(sequences, *(copy_to(tensor, device) for tensor in tensors))
+        of_queries = (starts - prefix).clamp(min=0)
+        tensors = sequences.positions, starts, pages, of_queries
+        positions, starts, pages, of_queries = (copy_to(tensor, device) for tensor in tensors)
+        return cls(sequences, positions, starts, pages, of_queries, prefix)
+
+    @property
+    def longest_query(self) -> int:
+        return max(end - max(start, self.prefix) for start, end in self.sequences.spans)
+
+    @property
+    def parts(self) -> "Sequence[AttentionPart]":
+        return (AttentionPart(slice(None), slice(None), self),)
+
+    def gathered(self, own: Tensor) -> Tensor:
+        return own
+
+    def summed(self, gradients: Tensor) -> Tensor:
+        return gradients
+
+
+class AttentionPart(NamedTuple):
+    """Queries side by side, and what they attend to.
+
+    Attributes:
+        rows: of the queries, among those of this process.
+        keys: tokens of the pack.
+        pack: these tokens alone."""
+
+    rows: slice
+    keys: slice
+    pack: DevicePack
+
+
+class AttentionPack(Protocol):
+    """A pack whose queries this process has, all or some; several then make the same calls in the same order."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [own tokens]."""
+
+    @property
+    def parts(self) -> Sequence[AttentionPart]: ...
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """[tokens of the pack, ...] from the [own tokens, ...] of all processes."""
+
+    def summed(self, gradients: Tensor) -> Tensor:
+        """[own tokens, ...]: the sums of those that each process has for [tokens of the pack, ...], in their order."""
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, pack: AttentionPack) -> Tensor:
+        ctx.pack = pack
+        return pack.gathered(own).view(-1, *own.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.pack.summed(grad), None
 
 
 class PackedAttention(NamedTuple):
@@ -132,7 +203,7 @@ class PackedAttention(NamedTuple):
 
 @with_kernel("attention")
 def packed_attention(
-    qkv: Tensor, layout: HeadLayout, pack: DevicePack, form: PackedAttention, scales: LayerScales | None
+    qkv: Tensor, layout: HeadLayout, pack: AttentionPack, form: PackedAttention, scales: LayerScales | None
 ) -> AttentionOutput:
     """The exact form for each sequence; a kernel is FlashAttention, or over an FP8 cache what engines decode by."""
     return AttentionOutput(_one_by_one(qkv, layout, pack, form.exact, scales), ())
@@ -144,7 +215,7 @@ def packed_attention_backward(
     qkv: Tensor,
     saved: tuple[Tensor, ...],
     layout: HeadLayout,
-    pack: DevicePack,
+    pack: AttentionPack,
     form: PackedAttention,
     scales: LayerScales | None,
 ) -> Tensor:
@@ -156,14 +227,20 @@ def packed_attention_backward(
 
 
 def _one_by_one(
-    qkv: Tensor, layout: HeadLayout, pack: DevicePack, form: AttentionFormat, scales: LayerScales | None
+    qkv: Tensor, layout: HeadLayout, pack: AttentionPack, form: AttentionFormat, scales: LayerScales | None
 ) -> Tensor:
+    q, k, v = (part.float() for part in heads_of(qkv, layout))
+    k, v = (_Gathered.apply(stored, pack) for stored in form.store(k, v, scales))  # type: ignore[no-untyped-call]
     outputs = []
-    for start, end in pack.sequences.spans:
-        q, k, v = (part.transpose(0, 1)[None].float() for part in heads_of(qkv[start:end], layout))
-        mask = torch.ones(end - start, end - start, dtype=torch.bool).tril()[None, None]
-        out = form.attend(q, *form.store(k, v, scales), mask, scales)
-        outputs.append(out[0].transpose(0, 1).flatten(1))
+    for rows, keys, part in pack.parts:
+        for start, end in part.sequences.spans:
+            first = max(start, part.prefix)
+            own = q[rows][first - part.prefix : end - part.prefix]
+            each = own, k[keys][start:end], v[keys][start:end]
+            queries, seen_keys, seen_values = (x.transpose(0, 1)[None] for x in each)
+            mask = torch.ones(end - first, end - start, dtype=torch.bool).tril(first - start)[None, None]
+            out = form.attend(queries, seen_keys, seen_values, mask, scales)
+            outputs.append(out[0].transpose(0, 1).flatten(1))
     return torch.cat(outputs).bfloat16()
 
 

@@ -57,11 +57,13 @@ class TrainerMemory:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The spread of training over GPUs: the rest is data parallel. Experts have a grid of their own."""
+    """The spread of training over GPUs: the rest is data parallel. Experts have a grid of their own. `context`: those
+    that share each pack."""
 
     gpus: int = 1
     tensor: int = 1
     expert: int = 1
+    context: int = 1
 
 
 def state_of(config: RunConfig, arch: Architecture, gpus: int, form: MomentFormat) -> tuple[Need, Need]:

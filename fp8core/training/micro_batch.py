@@ -40,6 +40,8 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def __init__(self, training: TrainingConfig, objective: Objective, ranks: Ranks, seed: int) -> None:
         super().__init__(training, objective, seed)
         self._ranks = ranks
+        # Those that share the parts of a batch out.
+        self._teams = ranks
         self._export_version: int | None = None
 
     @torch.no_grad()
@@ -69,7 +71,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         statistics = self._no_statistics()
         slices = list(self._slices(batch))
         scores = shared_out(
-            self._ranks, slices, lambda each: self._score(weights, each[1], temperature, scales, statistics)
+            self._teams, slices, lambda each: self._score(weights, each[1], temperature, scales, statistics)
         )
         self._ranks.combine_counts(statistics.combine)
         return ScoredBatch(*_pad_scores(batch, slices, scores), statistics)
@@ -115,7 +117,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             with self._guarded(), progress_round(update, self._config.updates):
                 totals, own = self._accumulate_with_scores(part, temperature, scales, statistics)
                 slices = list(self._slices(part.sequences))
-                scores = _pad_scores(part.sequences, slices, self._ranks.joined(own))
+                scores = _pad_scores(part.sequences, slices, self._teams.joined(own))
                 if update == 0:
                     self._check_agreement(
                         batch, {row: scores[0][row] for row in batch.audited if row < rows.stop}, passed
@@ -164,10 +166,10 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             def learn(rows_and_part: tuple[slice, TokenBatch]) -> float:
                 logprobs, _ = self._score(weights, rows_and_part[1], 1.0, ())
                 loss = -logprobs.double().sum() / tokens
-                self._backward(loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
+                self._backward(loss, rows_and_part is slices[self._teams.own(len(slices))[-1]])
                 return float(loss.detach())
 
-            losses = shared_out(self._ranks, slices, learn, self._end_parts)
+            losses = shared_out(self._teams, slices, learn, self._end_parts)
             self._finish_gradients()
             self._apply(learning_rate)
         return sum(losses)
@@ -231,10 +233,10 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             part_statistics = terms.statistics()
             if not math.isfinite(part_statistics["loss"]):
                 raise self._not_finite(f"the loss is {part_statistics['loss']}")
-            self._backward(terms.loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
+            self._backward(terms.loss, rows_and_part is slices[self._teams.own(len(slices))[-1]])
             return part_statistics
 
-        statistics_by_part = shared_out(self._ranks, slices, learn, self._end_parts)
+        statistics_by_part = shared_out(self._teams, slices, learn, self._end_parts)
         self._finish_gradients()
         totals: dict[str, float] = {}
         for part_statistics in statistics_by_part:

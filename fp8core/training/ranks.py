@@ -9,6 +9,7 @@ from torch import Tensor
 from fp8core.errors import UserError
 from fp8core.numerics.e4m3 import GroupNotFinite, round_up
 from fp8core.progress import tell_progress
+from fp8core.training.trainer import shares
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -22,7 +23,12 @@ class Ranks:
     count = 1
 
     def own(self, parts: int) -> range:
-        return range(parts)
+        """The contiguous parts that this process computes."""
+        return range(parts)[shares(parts, self.count)[self.rank]]
+
+    def neighbours(self, width: int) -> "Ranks":
+        """The group of `width` successive processes that this one is in."""
+        return self
 
     def joined(self, own: Sequence[Result]) -> list[Result]:
         """The values of all processes, in the order of the parts."""
@@ -49,6 +55,19 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+class Teams(Ranks):
+    """Groups of processes that compute each part together, and count as one."""
+
+    def __init__(self, processes: Ranks, width: int) -> None:
+        self._processes = processes
+        self._answers = processes.rank % width == 0
+        self.rank = processes.rank // width
+        self.count = processes.count // width
+
+    def joined(self, own: Sequence[Result]) -> list[Result]:
+        return self._processes.joined([each for each in own if self._answers or isinstance(each, Exception)])
 
 
 def shared_out(

@@ -5,15 +5,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from thread_ranks import on_threads
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from fp8core.kernels import attention
 from fp8core.kernels.attention_backward import flash_gradients
-from fp8core.numerics.attention import FP8_CACHE_FORMS, QUERY_TYPES
+from fp8core.numerics.attention import FP8_CACHE_FORMS, QUERY_TYPES, AttentionFormat, Bf16Attention
 from fp8core.numerics.fused import HeadLayout, head_gradients, head_values, heads_of, limits_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import (
+    AttentionPack,
     DevicePack,
     PackedAttention,
     PackedSequences,
@@ -21,6 +23,8 @@ from fp8core.numerics.packed import (
     packed_attention_backward,
 )
 from fp8core.numerics.recipe import AttentionProducts
+from fp8core.training.packed.context import PackChunks, pack_multiple
+from fp8core.training.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
@@ -104,3 +108,32 @@ def test_the_gradient_of_fp8_is_that_of_the_values_its_codes_stand_for(
     assert not found.isnan().any()
     assert 0 < (expected == 0).float().mean() < 0.5
     assert errors[0] < 0.03
+
+
+@pytest.mark.parametrize("form", [Bf16Attention(), *FP8_CACHE_FORMS.values()], ids=lambda form: form.name)
+@pytest.mark.parametrize("lengths", [[700, 1, 33, 1300], [9000, 40]], ids=["several", "long"])
+def test_ranks_that_share_a_pack_attend_to_the_bytes_of_one(lengths: list[int], form: AttentionFormat) -> None:
+    sequences, device = PackedSequences.of(lengths, pack_multiple(4)), torch.device("cuda")
+    generator = torch.Generator().manual_seed(0)
+    widths = 48 * 128, 32 * 128
+    qkv, upstream = (torch.randn(sequences.tokens, width, generator=generator).bfloat16() for width in widths)
+    upstream[~sequences.valid] = 0
+    attention = PackedAttention(form, 16384)
+
+    def attended(pack: AttentionPack, qkv: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        out, saved = packed_attention(qkv, LAYOUT, pack, attention, SCALES)
+        return out, packed_attention_backward(upstream, qkv, saved, LAYOUT, pack, attention, SCALES)
+
+    expected = attended(DevicePack.of(sequences, device), qkv.cuda(), upstream.cuda())
+
+    def act(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
+        chunks = PackChunks(sequences, ranks, device)
+        found = attended(chunks, *(chunks.own(each).cuda() for each in (qkv, upstream)))
+        real = chunks.own(sequences.valid).cuda()
+        return [(each[real], chunks.own(whole)[real]) for each, whole in zip(found, expected, strict=True)]
+
+    for (out, whole_out), (gradient, whole) in on_threads(4, act):
+        assert torch.equal(out, whole_out)
+        error = float((gradient.double() - whole.double()).norm() / whole.double().norm())
+        print(f"relative difference of the gradient: {error:.5f}")
+        assert error < 0.01

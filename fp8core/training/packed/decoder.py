@@ -18,7 +18,7 @@ from fp8core.numerics.fused import HeadLayout, Heads, add_norm_backward, heads_o
 from fp8core.numerics.kv_scales import LayerScales, Scales
 from fp8core.numerics.packed import (
     AttentionOutput,
-    DevicePack,
+    AttentionPack,
     PackedAttention,
     packed_attention,
     packed_attention_backward,
@@ -40,7 +40,7 @@ class LayerContext:
     """`cos`, `sin`: FP32 [positions, head_dim / 2] of BF16 values. `observe`: called per layer with q, k and v as they
     are cached, not again where a layer is computed again."""
 
-    pack: DevicePack
+    pack: AttentionPack
     attention: PackedAttention
     cos: Tensor
     sin: Tensor
@@ -349,7 +349,7 @@ class PackedDecoder(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        pack: DevicePack,
+        pack: AttentionPack,
         attention: PackedAttention,
         scales: Scales,
         observe: Observer | None = None,

@@ -15,6 +15,7 @@ from fp8core.models.architecture import Architecture, with_whole_tiles
 from fp8core.models.families import family_of, parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
+from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
@@ -34,6 +35,7 @@ from fp8core.training.memory import (
     state_of,
 )
 from fp8core.training.optimisers.optimiser import find_optimiser
+from fp8core.training.packed.context import pack_multiple
 from fp8core.training.packed.masters import layer_stacks
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
@@ -88,14 +90,16 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, device: str)
 
 
 def packs(config: RunConfig, arch: Architecture) -> range:
-    """The numbers of tokens that a pack can have on a GPU; a sequence longer than a micro-batch is a pack alone."""
+    """The numbers of tokens that a GPU can have of a pack; a sequence longer than a micro-batch is a pack alone."""
     if config.training.device != "cuda":
         return range(0)
-    return range(TILE, math.ceil(_longest_pack(config, arch) / TILE) * TILE + 1, TILE)
+    return range(TILE, _longest_pack(config, arch, 1) + 1, TILE)
 
 
-def _longest_pack(config: RunConfig, arch: Architecture) -> int:
-    return max(config.training.tokens_per_pass, packed_length(longest_sequence(config, arch)))
+def _longest_pack(config: RunConfig, arch: Architecture, ranks: int) -> int:
+    """Tokens, where so many ranks share one."""
+    longest = max(config.training.tokens_per_pass, packed_length(longest_sequence(config, arch)))
+    return round_up(longest, pack_multiple(ranks))
 
 
 def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
@@ -139,9 +143,19 @@ def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Ne
         Need("weights", weight_bytes.total, "as they are multiplied"),
         Need("quantised copies", weight_bytes.codes, "transposed FP8 codes for dgrad"),
         _gradients(config, arch, parallel),
-        Need("activations", _activations(config, arch), "layers recomputed" if recomputes else "all kept"),
+        Need("activations", _activations(config, arch, parallel), "layers recomputed" if recomputes else "all kept"),
+        *_shared_keys(config, arch, parallel),
         Need("workspace", _WORKSPACE, "estimate"),
     )
+
+
+def _shared_keys(config: RunConfig, arch: Architecture, parallel: Parallel) -> Iterator[Need]:
+    """K and V of one layer, where ranks share a pack. Their gradients are BF16, of two chunks and by query head; the
+    FP32 sum is sent and received."""
+    if parallel.context > 1:
+        by_token = (6 * arch.num_kv_heads + 2 * arch.num_heads) * BF16_BYTES + 3 * arch.num_kv_heads * FP32_BYTES
+        tokens = _longest_pack(config, arch, parallel.context)
+        yield Need("keys of other ranks", tokens * by_token * arch.head_dim, "K, V and their gradients, a layer's")
 
 
 def _gradients(config: RunConfig, arch: Architecture, parallel: Parallel) -> Need:
@@ -157,7 +171,7 @@ _TRAVELLING = 4
 """Copies of a gradient: as it was made, cut for the ranks, in one buffer, and as it has come from them."""
 
 
-def _activations(config: RunConfig, arch: Architecture) -> int:
+def _activations(config: RunConfig, arch: Architecture, parallel: Parallel) -> int:
     """Blocks, rotary positions and attention keep this of a pass for its backward."""
     hidden = arch.hidden_size
     query = arch.num_heads * arch.head_dim
@@ -170,7 +184,7 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
     outside = BF16_BYTES * (2 * hidden + query) + FP32_BYTES * arch.num_heads
     layers = arch.num_layers
     values = outside * layers + inside if config.training.activation_checkpointing else inside * layers
-    return _longest_pack(config, arch) * values
+    return _longest_pack(config, arch, parallel.context) // parallel.context * values
 
 
 MEMORY = TrainerMemory(
@@ -203,10 +217,11 @@ def _build(
 
 
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
-    if config.cluster.ranks > 1 and not _on_gpu(config.training):
+    shared = config.training.context_parallel
+    if config.cluster.ranks > shared and not _on_gpu(config.training):
         yield (
-            f"cluster.ranks={config.cluster.ranks}: on a CPU training.packed trains in one process; set it to 1, or "
-            "training.packed to false"
+            f"cluster.ranks={config.cluster.ranks}: on a CPU training.packed trains in one process, or in those that "
+            f"share its passes; set it to training.context_parallel={shared}, or training.packed to false"
         )
     optimiser = config.training.optimiser
     if config.cluster.ranks > 1 and config.training.lora is None and find_optimiser(optimiser).whole_tensors:
@@ -220,6 +235,11 @@ def _check(config: RunConfig, node: Node) -> Iterator[str]:
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
     yield from model_refusals(arch, config.precision, config.training.device)
     yield from adapter_refusals(arch, config.training.lora)
+
+
+def _grid(config: RunConfig) -> Parallel | None:
+    training = config.training
+    return Parallel(config.cluster.ranks, context=training.context_parallel) if _on_gpu(training) else None
 
 
 def _requirements() -> str:
@@ -238,7 +258,7 @@ TRAINER = TrainerEntry(
     check=_check,
     check_model=_check_model,
     environment=lambda config: Environment(required_environment(config.training)),
-    grid=lambda config: Parallel(config.cluster.ranks) if _on_gpu(config.training) else None,
+    grid=_grid,
     needs_gpu=lambda config: _on_gpu(config.training),
     memory=lambda training: MEMORY if _on_gpu(training) else None,
     products=products,

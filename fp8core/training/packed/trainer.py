@@ -21,13 +21,7 @@ from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.numerics.logprobs import chunked_logprobs
-from fp8core.numerics.packed import (
-    DevicePack,
-    PackedAttention,
-    PackedHead,
-    PackedSequences,
-    packed_length,
-)
+from fp8core.numerics.packed import PackedAttention, PackedHead, packed_length
 from fp8core.resources.memory import Shapes, count_parameters
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
@@ -37,10 +31,11 @@ from fp8core.training.micro_batch import MicroBatchTrainer, Scores
 from fp8core.training.optimisers.optimiser import Update, rules_of
 from fp8core.training.packed.adapted import AdaptedMasters, PackedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks, InvariantBf16Blocks
+from fp8core.training.packed.context import PackShare
 from fp8core.training.packed.decoder import Observer, PackedDecoder
 from fp8core.training.packed.masters import Masters, PassMasters, balance
-from fp8core.training.packing import Pack, even_groups
-from fp8core.training.ranks import ALONE, Ranks, together
+from fp8core.training.packing import even_groups
+from fp8core.training.ranks import ALONE, Ranks, Teams, together
 from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
@@ -79,6 +74,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         seed: int = 0,
     ) -> None:
         super().__init__(training, objective, ranks, seed)
+        self._neighbours = ranks.neighbours(training.context_parallel)
+        self._teams = Teams(ranks, self._neighbours.count)
         self.arch = arch
         self._formats = formats
         self._device = device
@@ -158,30 +155,27 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._inference_weights()
         statistics = self._no_statistics()
         slices = list(self._slices(batch))
-        for index in self._ranks.own(len(slices)):
-            self._hidden(self._pack(slices[index][1]), self._attention_without_scales, (), statistics)
+        for index in self._teams.own(len(slices)):
+            self._hidden(self._share(slices[index][1]), self._attention_without_scales, (), statistics)
         self._check_finite()
         self._ranks.combine_counts(statistics.combine)
         return statistics
 
-    def _pack(self, batch: TokenBatch) -> Pack:
-        assert batch.experts is None, "experts are not packed"
-        sequences = PackedSequences.of(batch.valid.sum(-1).tolist())
-        return Pack.of(batch, slice(0, len(batch)), sequences).to(self._device)
+    def _share(self, batch: TokenBatch) -> PackShare:
+        return PackShare.of(batch, self._neighbours, self._device)
 
     def _hidden(
-        self, pack: Pack, attention: PackedAttention, scales: Scales, statistics: KvStatistics | None
+        self, share: PackShare, attention: PackedAttention, scales: Scales, statistics: KvStatistics | None
     ) -> Tensor:
         observe: Observer | None = None
         if statistics is not None:
-            valid = pack.sequences.valid[None].to(self._device)
+            valid = share.valid[None]
 
             def observe(layer: int, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
                 q, k, v = (part.transpose(0, 1)[None] for part in qkv)
                 statistics.observe(layer, (q, k, v), valid, scales[layer] if scales else None)
 
-        on_device = DevicePack.of(pack.sequences, self._device)
-        hidden: Tensor = self._decoder(pack.tokens, on_device, attention, scales, observe)
+        hidden: Tensor = self._decoder(share.tokens, share.attention, attention, scales, observe)
         return hidden
 
     def _score(
@@ -192,23 +186,21 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         scales: Scales,
         statistics: KvStatistics | None = None,
     ) -> Scores:
-        pack = self._pack(batch)
+        share = self._share(batch)
         with _determinism(self._config.deterministic):
-            hidden = self._hidden(pack, self._attention, scales, statistics)
-            # Each written token is predicted by the position before it.
+            hidden = self._hidden(share, self._attention, scales, statistics)
             head = PackedHead(weights, self._formats.training.head.output, temperature, batch.truncation)
             master = self._decoder.head_weight()[0]
-            targets = pack.tokens[pack.target_positions]
-            logprobs, entropy = chunked_logprobs(hidden[pack.target_positions - 1], master, head, targets)
-            return logprobs.cpu(), entropy.cpu()
+            logprobs, entropy = chunked_logprobs(hidden[share.rows], master, head, share.targets)
+            return share.joined(logprobs).cpu(), share.joined(entropy).cpu()
 
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
         """As many rows as make no pack longer than the micro-batch or a rank's share, one at least; those of a rank lie
         together."""
         lengths = [packed_length(length) for length in batch.valid.sum(-1).tolist()]
-        share = math.ceil(sum(lengths) / self._ranks.count)
-        groups = even_groups(lengths, min(self._config.tokens_per_pass, share), self._ranks.count)
-        for index in balance([pass_cost(self.arch, lengths[rows]) for rows in groups], self._ranks.count):
+        share = math.ceil(sum(lengths) / self._teams.count)
+        groups = even_groups(lengths, min(self._config.tokens_per_pass, share), self._teams.count)
+        for index in balance([pass_cost(self.arch, lengths[rows]) for rows in groups], self._teams.count):
             rows = groups[index]
             yield rows, batch.part(rows, int(batch.valid[rows].sum(-1).max()))
 
@@ -249,7 +241,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             torch.autograd.backward(loss)
 
     def _end_parts(self, parts: int) -> None:
-        self._masters.end_passes(math.ceil(parts / self._ranks.count))
+        self._masters.end_passes(math.ceil(parts / self._teams.count))
 
     def _finish_gradients(self) -> None:
         self._gradients = self._masters.collected(dict(self._decoder.named_parameters()))

@@ -143,6 +143,26 @@ def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_reco
 
 
 @pytest.mark.slow
+def test_ranks_that_share_passes_score_as_one_process_and_go_on_when_one_is_lost(two_nodes, loop_run, tmp_path):
+    packed = {"training.packed": True, "precision.rounding_points": "kernels"}
+    cluster = {"address": two_nodes.address, "ranks": 2}
+    shared = loop_run("shared", **packed, **{"training.context_parallel": 2, "cluster": cluster})
+    alone = loop_run("packed", **packed)
+    for key, ideal in (("token_mult_prob_error", 1), ("tokens_differing", 0)):
+        assert set(shared.metric(f"alignment/{key}").values()) == {ideal}
+    losses, expected = (run.metric("train/loss") for run in (shared, alone))
+    assert losses[1] == expected[1]
+    assert losses == pytest.approx(expected, rel=1e-3)
+
+    again = shared.copy(tmp_path)
+    again.cut_after(1, "record")
+    with again.opened() as run:
+        train(run, Accidents({3: lambda run: os.kill(run.cluster.workers.ranks[1].place.pid, signal.SIGKILL)}))
+    assert "rank 1 ended" in again.said
+    assert again.records == shared.records
+
+
+@pytest.mark.slow
 def test_a_run_fails_when_processes_are_lost_more_often_than_allowed(two_nodes, run_copy):
     run_copy.cut_after(2, "record")
     settings = {"cluster.address": two_nodes.address, "cluster.engines": 2, "cluster.replacements": 0}

@@ -17,6 +17,7 @@ from fp8core.training.lora import adapter_shapes
 from fp8core.training.megatron import entry as megatron
 from fp8core.training.memory import Parallel, host_needs
 from fp8core.training.optimisers.optimiser import Optimiser
+from fp8core.training.registry import gpu_memory, trainer_of
 
 DENSE, EXPERTS = 1_541_093_376, 28_991_029_248  # Of Qwen3-30B-A3B; 48 layers of 128 experts of 3 x 2048 x 768.
 TOTAL, LINEARS = 8_190_735_360, 6_945_767_424  # Of Qwen3-8B.
@@ -108,3 +109,16 @@ def test_muon_has_one_moment_for_matrices_and_two_for_the_rest(settings):
 )
 def test_a_sync_sends_what_was_measured(planned, precision, measured):
     assert planned("qwen3-8b", precision).sync.total == measured
+
+
+def test_ranks_that_share_a_pass_have_its_activations_between_them():
+    long = {"rollout.max_new_tokens": 120_000, "rollout.vllm.max_model_len": 131_072, "cluster.ranks": 8}
+    found = []
+    for shared in (1, 8):
+        config = load_config("qwen3-aligned", {**long, "training.context_parallel": shared})
+        grid = trainer_of(config.training).grid(config)
+        found.append(by_item(gpu_memory(config.training).step(config, model_shape(config), grid)))
+    alone, each = found
+    assert each["activations"] == pytest.approx(alone["activations"] / 8, rel=0.02)
+    assert each["activations"] + each["keys of other ranks"] < alone["activations"] / 2
+    assert each["weights"] == alone["weights"]

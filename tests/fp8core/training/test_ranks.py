@@ -1,27 +1,13 @@
 """What ranks do together, as threads: weights that they keep, and errors of one of them."""
 
-import threading
-
 import pytest
 import torch
+from thread_ranks import on_threads
 from torch import Tensor
 
 from fp8core.errors import UserError
 from fp8core.training import ranks
-from fp8core.training.ranks import ALONE, GroupNotFinite, Ranks, RankWeights, shared_out, together
-
-
-class Group(Ranks):
-    """One of several threads that make the same calls."""
-
-    def __init__(self, rank: int, count: int, shared: dict[int, Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.count, self._shared, self._barrier = rank, count, shared, barrier
-
-    def gathered(self, own, sizes):
-        self._shared[self.rank] = own
-        self._barrier.wait(10)
-        assert [len(self._shared[rank]) for rank in range(self.count)] == list(sizes)
-        return [self._shared[rank] for rank in range(self.count)]
+from fp8core.training.ranks import GroupNotFinite, Ranks, RankWeights, shared_out, together
 
 
 @pytest.fixture
@@ -39,29 +25,22 @@ def tensors():
 @pytest.mark.parametrize("count", [1, 2, 3, 20])
 def test_all_ranks_get_all_bytes_back_and_keep_as_little_as_each_other(tensors, count, monkeypatch):
     monkeypatch.setattr(ranks, "_PIECE_BYTES", 100)
-    expected, shared = {name: tensor.clone() for name, tensor in tensors.items()}, dict[int, Tensor]()
-    barrier = threading.Barrier(count)
-    groups = [ALONE] if count == 1 else [Group(rank, count, shared, barrier) for rank in range(count)]
-    kept = [RankWeights(tensors, group) for group in groups]
-    for tensor in tensors.values():
-        tensor.view(-1).zero_() if tensor.is_contiguous() else tensor.t().zero_()
-    found: dict[int, dict[str, Tensor]] = {}
-    threads = [
-        threading.Thread(target=lambda rank=rank, each=each: found.update({rank: each.whole()}))
-        for rank, each in enumerate(kept)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for rank in range(count):
-        assert found[rank].keys() == expected.keys()
-        for name, tensor in found[rank].items():
-            assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
-            assert torch.equal(tensor.contiguous().view(torch.uint8), expected[name].contiguous().view(torch.uint8))
-    largest = max(tensor.nbytes for tensor in expected.values())
-    sizes = [len(shared[rank]) for rank in shared]
-    assert not sizes or max(sizes) - min(sizes) <= largest + 16
+
+    def act(group: Ranks) -> tuple[int, dict[str, Tensor]]:
+        given = {name: tensor.clone() for name, tensor in tensors.items()}
+        kept = RankWeights(given, group)
+        for tensor in given.values():
+            tensor.zero_()
+        return sum(map(len, kept._own)), kept.whole()
+
+    results = on_threads(count, act)
+    for _, found in results:
+        assert found.keys() == tensors.keys()
+        for name, tensor in found.items():
+            assert (tensor.dtype, tensor.shape) == (tensors[name].dtype, tensors[name].shape)
+            assert torch.equal(tensor.contiguous().view(torch.uint8), tensors[name].contiguous().view(torch.uint8))
+    sizes = [size for size, _ in results]
+    assert max(sizes) - min(sizes) <= max(tensor.nbytes for tensor in tensors.values()) + 16
 
 
 class Second(Ranks):

@@ -1,9 +1,11 @@
 import pytest
 
+from fp8core.config.capability import this_node
+from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError, refuse
 from fp8core.models.architecture import Experts
-from fp8core.training.packed.entry import contract_refusals, model_refusals
+from fp8core.training.packed.entry import TRAINER, contract_refusals, model_refusals
 
 TILED = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 
@@ -44,3 +46,22 @@ def test_experts_are_left_to_megatron(architecture) -> None:
     experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
     with pytest.raises(UserError, match=r"training\.packed: it computes no Qwen3Moe; set .*training\.trainer=megatron"):
         refuse(model_refusals(architecture(family="qwen3_moe", experts=experts), contract(), "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"training.context_parallel": 2, "cluster.ranks": 3},
+            "ranks=3 is no multiple of training.context_parallel=2",
+        ),
+        ({"training.context_parallel": 2, "training.packed": False}, "context_parallel=2 with the exact trainer"),
+        ({"training.context_parallel": 2, "training.trainer": "megatron"}, "context_parallel=2 with trainer=megatron"),
+        ({"training.context_parallel": 2, "cluster.ranks": 4}, "ranks=4: on a CPU .* training.context_parallel=2"),
+    ],
+)
+def test_ranks_that_cannot_share_a_pass_are_refused_in_one_line(settings, reason: str) -> None:
+    shared = {"training.packed": True, "precision.rounding_points": "kernels", "cluster.ranks": 2}
+    with pytest.raises(UserError, match=reason) as refused:
+        refuse(TRAINER.check(load_config("tiny", {**shared, **settings}), this_node()))
+    assert "\n" not in str(refused.value)

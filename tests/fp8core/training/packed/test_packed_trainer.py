@@ -19,6 +19,7 @@ from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
 from fp8core.errors import StoredFileError
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.rotary import LinearScaling, YarnScaling
+from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.masters import Masters
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
@@ -244,8 +245,9 @@ def _rank(rank: int, port: int, make, batch, scales, folder: Path) -> None:
         (BF16, {}),
         (FP8, {"reduce_gradients": "per_pass"}),
         (FP8, {"lora": LoraConfig(rank=4, targets=["q_proj", "v_proj", "down_proj"])}),
+        (FP8, {"packed": True, "context_parallel": RANKS}),
     ],
-    ids=["fp8", "bf16", "fp8, reduced in each pass", "adapters"],
+    ids=["fp8", "bf16", "fp8, reduced in each pass", "adapters", "fp8, shared passes"],
 )
 def test_ranks_share_one_policy_and_compute_its_bytes(
     contract, settings, architecture, masters_of, trainer_of, first_scales, rollout_batch, tmp_path
@@ -286,6 +288,74 @@ def test_ranks_share_one_policy_and_compute_its_bytes(
     mixed = make()
     mixed.mix(alone, 0.6)
     assert mixed.digest() == found["mixed"]
+
+
+# One sequence lies in all chunks of its pack, and others in some.
+LENGTHS = ((200, 240), (9, 40), (130, 31), (3, 5), (60, 70))
+SHARED = {
+    "fp8, four share": (FP8, {"context_parallel": 4}),
+    "fp8, bf16 cache": (BF16_CACHE, {"context_parallel": 2, "activation_checkpointing": True}),
+    "bf16, reduced in each pass": (BF16, {"context_parallel": 2, "reduce_gradients": "per_pass"}),
+    "adapters": (FP8, {"context_parallel": 2, "lora": LoraConfig(rank=4, targets=["q_proj", "v_proj", "down_proj"])}),
+}
+
+
+def long_batch(trainer, contract, scales) -> RolloutBatch:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [[torch.randint(2, 40, (n,), generator=generator).tolist() for n in each] for each in LENGTHS]
+    sequences = TokenBatch.of(*zip(*drawn, strict=True))
+    old = trainer.logprobs(sequences, 1.0, scales.layers).logprobs
+    mask, filled = ~old.isnan(), old.nan_to_num()
+    noise = 0.1 * torch.randn(old.shape, generator=generator)
+    advantages = torch.randn(len(LENGTHS), generator=generator)
+    return RolloutBatch(
+        sequences, mask, torch.where(mask, filled + noise, 0.0), filled, None, advantages, torch.ones(len(LENGTHS)) > 0
+    )
+
+
+def _sharer(rank: int, port: int, cases, folder: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = GroupRanks("127.0.0.1", port, rank, 4)
+    for name, (make, batch, scales) in cases.items():
+        (folder / name).mkdir(exist_ok=True)
+        found = compared(make(ranks), batch, scales, folder / name)
+        assert compared(make(ranks), batch, scales, folder / name)["report"] == found["report"], "it repeats no bytes"
+        if rank == 0:
+            torch.save(found, folder / name / "found.pt")
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_ranks_share_a_pass_by_its_tokens_with_the_log_probs_of_one(
+    architecture, masters_of, trainer_of, first_scales, tmp_path
+) -> None:
+    """Four ranks, as one group or as two."""
+    arch, cases = architecture(max_positions=512), {}
+    for name, (contract, settings) in SHARED.items():
+        training = TrainingConfig(packed=True, tokens_per_pass=512, **settings, **BARE)
+        exact = trainer_of(contract, arch)
+        scales = first_scales(exact, contract)
+        batch = long_batch(exact, contract, scales)
+        cases[name] = partial(packed, masters_of(arch), contract, arch, training, None), batch, scales.layers
+    meeting = Rendezvous("127.0.0.1")
+    mp.set_forkserver_preload(["fp8core.training.packed.trainer"])
+    mp.start_processes(_sharer, (meeting.port(), cases, tmp_path), nprocs=4, start_method="forkserver")
+
+    for name, (make, batch, scales) in cases.items():
+        one = tmp_path / f"{name}, one"
+        one.mkdir()
+        expected, found = (
+            compared(make(), batch, scales, one),
+            torch.load(tmp_path / name / "found.pt", weights_only=False),
+        )
+        assert torch.equal(found["logprobs"], expected["logprobs"]), name
+        assert (found["amax"], found["digest"]) == (expected["amax"], expected["digest"])
+        assert found["report"]["loss"] == pytest.approx(expected["report"]["loss"], rel=1e-12), name
+        gradients, shared = (load_file(folder / "optimiser.safetensors") for folder in (one, tmp_path / name))
+        for key, gradient in gradients.items():
+            print(name, key, float((shared[key] - gradient).norm() / gradient.norm()))
+            assert (shared[key] - gradient).norm() <= 1e-5 * gradient.norm(), (name, key)
 
 
 class FirstOfThree(Ranks):
