@@ -70,7 +70,10 @@ def with_whole_tiles(arch: Architecture) -> Architecture:
     kv_heads = round_up(arch.num_kv_heads, together)
     heads = arch.num_heads // arch.num_kv_heads * kv_heads
     width = round_up(arch.intermediate_size, TILE)
-    return replace(arch, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=width)
+    experts = arch.experts
+    if experts is not None:
+        experts = replace(experts, intermediate_size=round_up(experts.intermediate_size, TILE))
+    return replace(arch, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=width, experts=experts)
 
 
 def padded_vocabulary(tokens: int) -> int:

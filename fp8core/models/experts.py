@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fp8core.numerics.elementwise import Rounding, RoundingPoints, swiglu
 from fp8core.numerics.gemm import aligned_gemm
+from fp8core.numerics.grouped import ExpertRows, grouped_product, weighted_sum
 from fp8core.numerics.linear import LinearFormat, LinearWeight
 from fp8core.numerics.logprobs import HeadWeight, log_softmax
 
@@ -168,14 +169,10 @@ def mix(x: Tensor, experts: Sequence[MlpWeights], formats: MlpFormats, expert_id
 
     `expert_ids` (int64, ascending) and `gates` (FP32) are [tokens, k].
     """
-    tokens, k = expert_ids.shape
-    slots = expert_ids.flatten()
-    by_expert = slots.argsort(stable=True)
-    inputs = x[by_expert // k].split(slots.bincount(minlength=len(experts)).tolist())
-    pairs = [(rows, expert) for rows, expert in zip(inputs, experts, strict=True) if len(rows)]
-    outputs = torch.cat([mlp(rows, expert, formats, formats.points.expert_activated) for rows, expert in pairs])
-    by_slot = outputs[by_expert.argsort()].view(tokens, k, -1).double()
-    total = torch.zeros_like(by_slot[:, 0])
-    for slot in range(k):
-        total = total + gates[:, slot, None].double() * by_slot[:, slot]
-    return formats.rounding(total)
+    rows = ExpertRows.of(expert_ids, len(experts))
+
+    def product(part: Tensor, expert: MlpWeights) -> Tensor:
+        return mlp(part, expert, formats, formats.points.expert_activated)
+
+    outputs = grouped_product(product, rows.gathered(x).split(rows.counts), experts, rows.counts)
+    return formats.rounding(weighted_sum(outputs[rows.places], gates))

@@ -1,4 +1,4 @@
-"""A mixture of experts through the whole loop, with the rollout's choice of experts replayed."""
+"""A mixture of experts through the whole loop, with the rollout's choice of experts replayed, and packed."""
 
 import pytest
 
@@ -23,3 +23,16 @@ def test_replay_of_an_equal_choice_changes_no_weight(replayed, loop_run, small):
     """The trainer computes what the rollout computed, so it would have chosen the same experts."""
     own = loop_run("own-choice", "tiny-moe", steps=2, **small)
     assert own.records[2]["weights_digest"] == replayed.records[2]["weights_digest"]
+
+
+def test_a_packed_update_is_exact_and_its_cut_run_ends_equal(loop_run, small, tmp_path):
+    packed = {"training.packed": True, "precision.rounding_points": "kernels"}
+    whole = loop_run("packed", "tiny-moe", steps=3, **small, **packed)
+    assert whole.metric("alignment/token_mult_prob_error") == {1: 1.0, 2: 1.0, 3: 1.0}
+    assert whole.metric("alignment/tokens_differing") == {1: 0, 2: 0, 3: 0}
+    assert len({record["weights_digest"] for record in whole.records}) == 4
+    run = whole.copy(tmp_path)
+    run.cut_after(3, "rollout")
+    run.resume()
+    assert run.records == whole.records
+    assert [verdict.outcome for verdict in run.replayed([2, 3])] == ["equal", "equal"]

@@ -38,7 +38,7 @@ FAMILY = Family(
     name="qwen3_moe",
     hf_class="Qwen3MoeForCausalLM",
     layer=LayerParts(qk_norm="head"),
-    paths=frozenset({"megatron", "vllm"}),
+    paths=frozenset({"packed", "megatron", "vllm"}),
     experts=_experts,
     unsupported=_unsupported,
     config=_config,

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from fp8core.numerics import e4m3, fused, gemm
 from fp8core.numerics.e4m3 import Codes, FiniteFlag
+from fp8core.numerics.grouped import Operand
 from fp8core.numerics.recipe import Recipe
 
 
@@ -28,10 +29,6 @@ class Norm(NamedTuple):
 
     weight: Tensor
     eps: float
-
-
-Operand = Tensor | Codes
-"""BF16 values, or codes with their scales."""
 
 
 class NormOutput(NamedTuple):

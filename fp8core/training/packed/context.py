@@ -51,7 +51,7 @@ class PackShare:
     @classmethod
     def of(cls, batch: TokenBatch, ranks: Ranks, device: torch.device) -> "PackShare":
         """`ranks`: those that share the pack."""
-        assert batch.experts is None, "experts are not packed"
+        assert batch.experts is None, "a choice of experts is not replayed here"
         sequences = PackedSequences.of(batch.valid.sum(-1).tolist(), pack_multiple(ranks.count))
         pack = Pack.of(batch, slice(0, len(batch)), sequences)
         # Each written token is predicted by the position before it.

@@ -75,6 +75,11 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, device: str)
     yield from family_of(arch).refusals("packed", _SETTING)
     if device == "cpu":
         return
+    if arch.sparse_layers:
+        yield (
+            f"training.device={device} with {_SETTING}: experts are not measured on a GPU yet; set device to cpu, or "
+            "training.trainer to megatron"
+        )
     if contract.training.linear == "fp8_block" and arch.hidden_size % OUTPUT_MULTIPLE:
         yield (
             f"{_SETTING} with precision.training.linear=fp8_block: the model's hidden size is {arch.hidden_size}; it "
@@ -223,6 +228,11 @@ def _check(config: RunConfig, node: Node) -> Iterator[str]:
             f"cluster.ranks={config.cluster.ranks}: on a CPU training.packed trains in one process, or in those that "
             f"share its passes; set it to training.context_parallel={shared}, or training.packed to false"
         )
+    if config.rollout.router_replay:
+        yield (
+            f"rollout.router_replay with {_SETTING}: superfluous, as it chooses the experts of an exact engine by the "
+            "same bytes; set it to false"
+        )
     optimiser = config.training.optimiser
     if config.cluster.ranks > 1 and config.training.lora is None and find_optimiser(optimiser).whole_tensors:
         yield (
@@ -234,6 +244,9 @@ def _check(config: RunConfig, node: Node) -> Iterator[str]:
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
     yield from model_refusals(arch, config.precision, config.training.device)
+    if arch.sparse_layers and config.training.context_parallel > 1:
+        shared = config.training.context_parallel
+        yield f"training.context_parallel={shared}: it would cut the groups of experts' gradients; set it to 1"
     yield from adapter_refusals(arch, config.training.lora)
 
 

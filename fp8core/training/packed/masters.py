@@ -58,7 +58,6 @@ def units_of(arch: Architecture) -> list[Unit]:
 def layer_stacks(arch: Architecture, index: int) -> dict[str, Stack]:
     layer = layer_parts(arch)
     hidden = (arch.hidden_size,)
-    width = arch.intermediate_size
     query = arch.num_heads * arch.head_dim
     key = arch.num_kv_heads * arch.head_dim
 
@@ -67,6 +66,10 @@ def layer_stacks(arch: Architecture, index: int) -> dict[str, Stack]:
 
     projections = [(f"self_attn.{name}_proj", rows) for name, rows in zip("qkv", (query, key, key), strict=True)]
     biases = tuple((f"model.layers.{index}.{name}.bias", rows) for name, rows in projections)
+    mlps, width, router = ["mlp"], arch.intermediate_size, dict[str, Stack]()
+    if arch.experts is not None and index in arch.sparse_layers:
+        mlps, width = [f"mlp.experts.{e}" for e in range(arch.experts.count)], arch.experts.intermediate_size
+        router = {"router": stack(hidden, ("mlp.gate", arch.experts.count))}
     heads = {f"{name}_norm": stack((), (f"self_attn.{name}_norm", arch.head_dim)) for name in "qk"}
     return {
         "input_norm": stack((), (layer.attention_norm, *hidden)),
@@ -75,8 +78,9 @@ def layer_stacks(arch: Architecture, index: int) -> dict[str, Stack]:
         **(heads if layer.qk_norm else {}),
         "output": stack((query,), ("self_attn.o_proj", *hidden)),
         "post_norm": stack((), (layer.mlp_norm, *hidden)),
-        "gate_up": stack(hidden, ("mlp.gate_proj", width), ("mlp.up_proj", width)),
-        "down": stack((width,), ("mlp.down_proj", *hidden)),
+        **router,
+        "gate_up": stack(hidden, *((f"{mlp}.{half}_proj", width) for mlp in mlps for half in ("gate", "up"))),
+        "down": stack((width,), *((f"{mlp}.down_proj", *hidden) for mlp in mlps)),
     }
 
 

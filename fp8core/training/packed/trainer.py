@@ -32,7 +32,8 @@ from fp8core.training.optimisers.optimiser import Update, rules_of
 from fp8core.training.packed.adapted import AdaptedMasters, PackedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks, InvariantBf16Blocks
 from fp8core.training.packed.context import PackShare
-from fp8core.training.packed.decoder import Observer, PackedDecoder
+from fp8core.training.packed.decoder import PackedDecoder
+from fp8core.training.packed.layer import Observer
 from fp8core.training.packed.masters import Masters, PassMasters, balance
 from fp8core.training.packing import even_groups
 from fp8core.training.ranks import ALONE, Ranks, Teams, together

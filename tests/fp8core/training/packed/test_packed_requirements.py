@@ -5,6 +5,7 @@ from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError, refuse
 from fp8core.models.architecture import Experts
+from fp8core.models.hub import model_shape
 from fp8core.training.packed.entry import TRAINER, contract_refusals, model_refusals
 
 TILED = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
@@ -42,10 +43,26 @@ def test_models_without_kernels_are_refused(architecture, changes, precision, re
     refuse(model_refusals(architecture(**{**TILED, **changes}), precision, "cpu"))
 
 
-def test_experts_are_left_to_megatron(architecture) -> None:
+def test_experts_are_left_to_megatron_on_a_gpu(architecture) -> None:
     experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
-    with pytest.raises(UserError, match=r"training\.packed: it computes no Qwen3Moe; set .*training\.trainer=megatron"):
-        refuse(model_refusals(architecture(family="qwen3_moe", experts=experts), contract(), "cpu"))
+    arch = architecture(**TILED, family="qwen3_moe", experts=experts)
+    refuse(model_refusals(arch, contract(), "cpu"))
+    with pytest.raises(
+        UserError, match=r"^training\.device=cuda .*: experts are not measured on a GPU yet; set [^\n]*$"
+    ):
+        refuse(model_refusals(arch, contract(), "cuda"))
+
+
+PACKED = {"training.packed": True, "precision.rounding_points": "kernels"}
+
+
+def test_settings_that_experts_do_not_have_are_refused_in_one_line() -> None:
+    replayed = load_config("tiny-moe", {**PACKED, "rollout.router_replay": True})
+    with pytest.raises(UserError, match=r"^rollout\.router_replay with training\.packed: superfluous[^\n]*$"):
+        refuse(TRAINER.check(replayed, this_node()))
+    shared = load_config("tiny-moe", {**PACKED, "training.context_parallel": 2, "cluster.ranks": 2})
+    with pytest.raises(UserError, match=r"^training\.context_parallel=2: [^\n]*experts[^\n]*$"):
+        refuse(TRAINER.check_model(shared, model_shape(shared)))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +78,7 @@ def test_experts_are_left_to_megatron(architecture) -> None:
     ],
 )
 def test_ranks_that_cannot_share_a_pass_are_refused_in_one_line(settings, reason: str) -> None:
-    shared = {"training.packed": True, "precision.rounding_points": "kernels", "cluster.ranks": 2}
+    shared = {**PACKED, "cluster.ranks": 2}
     with pytest.raises(UserError, match=reason) as refused:
         refuse(TRAINER.check(load_config("tiny", {**shared, **settings}), this_node()))
     assert "\n" not in str(refused.value)

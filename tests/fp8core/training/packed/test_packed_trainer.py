@@ -17,6 +17,7 @@ from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
 from fp8core.errors import StoredFileError
+from fp8core.models.architecture import Experts
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.rotary import LinearScaling, YarnScaling
 from fp8core.rl.batch import RolloutBatch, TokenBatch
@@ -38,11 +39,23 @@ BF16 = PrecisionContract(
 )
 # With beta1 = 0 and no clipping the first moment of AdamW is the gradient.
 BARE = {"optimiser": {"beta1": 0.0}, "max_grad_norm": 1e9}
+
+
+def moe(**changes) -> Experts:
+    shape = {"count": 4, "intermediate_size": 48, "normalise_top_k": True, "sparse_step": 1, "dense_layers": ()}
+    return Experts(**{**shape, **changes})
+
+
 SHAPES = {
     "qwen3": {},
     "llama": {"family": "llama"},
     "qwen2": {"family": "qwen2", "rope_scaling": LinearScaling(factor=2.0)},
     "tied": {"tie_embeddings": True, "rope_scaling": YarnScaling(factor=4.0, original_max_position_embeddings=16)},
+    "experts": {"family": "qwen3_moe", "experts": moe(per_token=2)},
+    "experts in whole tiles": {
+        **{"family": "qwen3_moe", "hidden_size": 128, "num_layers": 3, "head_dim": 32},
+        **{"experts": moe(per_token=3, normalise_top_k=False, intermediate_size=128, sparse_step=2)},
+    },
     # No width of it is whole tiles, and no part of a fused linear ends with one.
     "partial tiles": {
         **{"family": "qwen2", "hidden_size": 192, "intermediate_size": 336},
@@ -90,22 +103,51 @@ def test_log_probs_are_those_of_the_exact_trainer(
 def test_gradients_are_those_of_the_exact_trainer(
     contract, bound, arch, packed_of, trainer_of, first_scales, rollout_batch, tmp_path
 ) -> None:
-    training = TrainingConfig(**BARE)
+    training = TrainingConfig(tokens_per_pass=128, **BARE)
     exact, packed = trainer_of(contract, arch, training), packed_of(contract, arch, training)
     scales = first_scales(exact, contract)
     batch = rollout_batch(exact, scales)
+    before = {name: weight.detach().clone() for name, weight in exact.masters.items()}
     reports = [trainer.step(batch, 1.0, scales.layers) for trainer in (exact, packed)]
     exact.save(tmp_path)
     expected, found = load_file(tmp_path / "optimiser.safetensors"), first_moments(packed)
     for name in exact.masters:
         exact_gradient = expected[f"exp_avg/{name}"]
         assert (found[name] - exact_gradient).norm() < bound * exact_gradient.norm(), name
+    # The first update is a sign, and that of a small gradient may be another one.
+    changes = [
+        torch.cat([(trainer.masters[name].detach() - each).flatten() for name, each in before.items()])
+        for trainer in (exact, packed)
+    ]
+    assert torch.cosine_similarity(*changes, dim=0) > 1 - 2 * bound
     for key in ("loss", "ratio_mean", "weight_mean", "grad_norm"):
         assert getattr(reports[1], key) == pytest.approx(getattr(reports[0], key), rel=bound, abs=1e-3)
 
 
 def first_moments(packed: PackedTrainer) -> dict[str, torch.Tensor]:
     return {name: packed._optimiser.moments()[f"exp_avg/{name}"] for name in packed.masters}
+
+
+def test_an_expert_that_loses_every_tie_has_a_gradient_of_zero(
+    architecture, masters_of, trainer_of, first_scales, rollout_batch
+) -> None:
+    """Two others of lower indices have its logits. What is recomputed is the same."""
+    arch = architecture(**SHAPES["experts"])
+    masters = masters_of(arch)
+    masters |= {name: each[[0, 0, 2, 0]] for name, each in masters.items() if name.endswith("mlp.gate.weight")}
+    exact = trainer_of(FP8, arch, masters={name: each.clone() for name, each in masters.items()})
+    scales = first_scales(exact, FP8)
+    batch = rollout_batch(exact, scales)
+    digests = set()
+    for recompute in (False, True):
+        training = TrainingConfig(tokens_per_pass=128, activation_checkpointing=recompute, **BARE)
+        trainer = packed(masters, FP8, arch, training)
+        trainer.step(batch, 1.0, scales.layers)
+        digests.add(trainer.digest())
+        for name, gradient in first_moments(trainer).items():
+            assert bool(gradient.any()) == (".experts.3." not in name), name
+            assert torch.equal(trainer.masters[name], masters[name]) == (".experts.3." in name), name
+    assert len(digests) == 1
 
 
 @pytest.fixture
@@ -124,15 +166,18 @@ def learnt(packed_of, trainer_of, architecture, first_scales, rollout_batch):
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("contract", [FP8, BF16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("contract", "shape"), [(FP8, "qwen3"), (FP8, "experts"), (BF16, "qwen3")], ids=["fp8", "fp8 experts", "bf16"]
+)
 def test_a_step_leaves_nothing_but_its_state(
-    contract, checkpointing, architecture, packed_of, trainer_of, first_scales, rollout_batch
+    contract, shape, checkpointing, architecture, packed_of, trainer_of, first_scales, rollout_batch
 ) -> None:
     """What it held beside that, were it only until the collector came by, the engine on its GPU would miss."""
-    exact = trainer_of(contract, architecture())
+    arch = architecture(**SHAPES[shape])
+    exact = trainer_of(contract, arch)
     scales = first_scales(exact, contract)
     batch = rollout_batch(exact, scales)
-    trainer = packed_of(contract, architecture(), TrainingConfig(activation_checkpointing=checkpointing))
+    trainer = packed_of(contract, arch, TrainingConfig(activation_checkpointing=checkpointing))
     trainer.step(batch, 1.0, scales.layers)  # Its first update makes moments.
     gc.collect()
     gc.disable()
