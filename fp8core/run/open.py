@@ -106,12 +106,10 @@ def open_run(
                     console.note(failure)
             answers.forget()
         environment = None
-        environment_description = recorded_environment
         if config.environment is not None and replayed is None:
             environment = parts.enter_context(closing(build.build_environment(config.environment)))
-            positions = longest_row(config, base.arch)
-            check_opening(list(source.to_check()), config, base.tokenizer, positions, environment, config.seed)
-            environment_description = environment.description
+            rows = list(source.to_check())
+            check_opening(rows, config, base.tokenizer, longest_row(config, base.arch), environment, config.seed)
         segment = SegmentEntry(
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -146,16 +144,14 @@ def open_run(
             cluster=cluster,
             loss_source=None if config.loss.policy in SHIPPED_LOSSES else digest_of_code(config.loss.policy)[1],
             environment=environment,
-            environment_description=environment_description,
+            environment_description=environment.description if environment else recorded_environment,
             replayed=replayed,
         )
         torch.set_num_threads(config.threads)
         if not build.wants_gpus(config):
             keep_freed_memory()
-        try:
-            yield run
-        finally:
-            run.close()
+        parts.callback(run.close)
+        yield run
 
 
 def check_runnable(config: RunConfig, *, new_code: bool = False) -> None:
