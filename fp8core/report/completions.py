@@ -96,11 +96,13 @@ def pick_completions(view: RunView, names: tuple[str, str], missing: list[str]) 
     whole = [commit for commit in _in_order(view) if commit.step > START and _is_there(view, commit, names)]
     ends = whole[:1] + whole[1:][-1:]
     groups = [[*_read(view, commit, names, missing).values()] for commit in ends]
-    # A run that generates ahead compares a share of its completions.
-    groups_to_show = [
-        sorted(some, key=lambda rows: sum(row["trained"] is None for row in rows))[:PROMPTS] for some in groups
-    ]
+    groups_to_show = [sorted(some, key=_order)[:PROMPTS] for some in groups]
     return [rows for pair in zip_longest(*groups_to_show) for rows in pair if rows is not None]
+
+
+def _order(group: Sequence[Row]) -> tuple[int, bool]:
+    """A run that generates ahead compares a share of its completions; equal rewards teach nothing."""
+    return sum(row["trained"] is None for row in group), len({row["reward"] for row in group}) == 1
 
 
 def read_examples(view: RunView, names: tuple[str, str], missing: list[str]) -> Examples:
@@ -199,8 +201,9 @@ def _prompt_examples(rows: Sequence[Row], decode: Decode | None) -> PromptExampl
     prompt = first["prompt_id"] if decode is None else decode(first["prompt_tokens"])
     if len(prompt) > _MOST_PROMPT_CHARACTERS:
         prompt = f"\u2026{prompt[-_MOST_PROMPT_CHARACTERS:]}"
-    # A run that generates ahead compares few: those come first.
-    shown = sorted(rows, key=lambda row: row["trained"] is None)[:SAMPLES]
+    # A run that generates ahead compares few: those come first, and then those of another reward.
+    first_of = {row["reward"]: row for row in reversed(rows)}
+    shown = sorted(rows, key=lambda row: (row["trained"] is None, row is not first_of[row["reward"]]))[:SAMPLES]
     return PromptExamples(first["step"], prompt, [_completion(row, decode) for row in shown], first["facts"])
 
 

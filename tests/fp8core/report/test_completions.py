@@ -74,6 +74,19 @@ def test_early_and_late_steps_with_their_rewards_and_the_text_of_the_tokens(run_
     assert texts(early[0].completions[0]) == [stored["text"]]
 
 
+def test_groups_whose_rewards_differ_come_first_and_show_both(run_copy) -> None:
+    table = run_copy.store.get_table(run_copy.ledger.artifacts(1)["rewards"])
+    group = max(table["group"].to_pylist())
+
+    def change(step, row) -> None:
+        row["reward"] = float(row["group"] == group and row["sample"] == 3)
+
+    rewrite(run_copy, "rewards", change)
+    first, *others = read_run(run_copy.folder, "run").examples[::2]
+    assert [done.reward for done in first.completions] == [0.0, 1.0]
+    assert {done.reward for one in others for done in one.completions} == {0.0}
+
+
 def test_a_hostile_completion_is_text(run_copy) -> None:
     shutil.rmtree(run_copy.folder / "checkpoints")
     rewrite(run_copy, "rollouts", lambda step, row: row.update(text=HOSTILE, prompt_id=HOSTILE))
