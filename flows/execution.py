@@ -44,15 +44,19 @@ class FlowExecution(Execution):
 
     def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
         if name not in self._calls:
-            self._calls[name] = _as_task(_run_timed, name)
+            self._calls[name] = _as_task(_run, name)
+        results = list[T]()
+
+        def timed() -> None:
+            began = time.perf_counter()
+            results.append(body())
+            self._intervals.append((began, time.perf_counter()))
+
         with self._pages.place():
-            # Quoted: Prefect need not look for futures in it.
-            state = self._calls[name](index, quote(body), wait_for=self._last or None, return_state=True)
-        result: T
-        result, interval = state.result()
-        self._intervals.append(interval)
+            state = self._calls[name](index, quote(timed), wait_for=self._last or None, return_state=True)
+        state.result()
         self._last = [state]
-        return result
+        return results[0]
 
     def iterate(self, run: RunContext, index: int) -> dict[str, execute.TaskResult]:
         """Each step begins when the steps whose artifacts it reads have ended, whatever else is under way.
@@ -155,7 +159,8 @@ def _cached_state(index: int, stored: execute.TaskResult) -> State[execute.TaskR
     return Completed(name="Cached", data=stored)
 
 
-def _run_timed(index: int, body: Callable[[], T]) -> tuple[T, Interval]:
-    began = time.perf_counter()
-    result = body()
-    return result, (began, time.perf_counter())
+def _run(index: int, body: Callable[[], None]) -> None:
+    """Call it; quoted, so that Prefect neither copies nor reads it.
+
+    A result would give false edges: Prefect has them by their address, which another object can have later."""
+    body()
