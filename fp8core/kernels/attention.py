@@ -14,7 +14,14 @@ from fp8core.kernels.sequence_attention import Batch, SequenceAttention, Span, b
 from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed import PAGE, AttentionOutput, AttentionPack, DevicePack, PackedAttention
+from fp8core.numerics.packed import (
+    PAGE,
+    AttentionOutput,
+    AttentionPack,
+    DevicePack,
+    PackedAttention,
+    PackedSequences,
+)
 from fp8core.numerics.recipe import AttentionProducts
 
 
@@ -69,9 +76,8 @@ def fp8_attention(
     attention = _sequence_attention(qkv.device, layout, longest, products)
     for rows, seen, part in pack.parts:
         pages = slice(None if seen.start is None else seen.start // PAGE, None)
-        work = _work(_spans(part), group, longest, qkv.device)
-        own = query[rows], keys[pages], values[pages], part.pages, work, of_all, out[rows], logsumexp[:, rows]
-        attention(*own)
+        work = _work(part.sequences, part.prefix, group, longest, qkv.device)
+        attention(query[rows], keys[pages], values[pages], part.pages, work, of_all, out[rows], logsumexp[:, rows])
     flat = out.flatten(1)
     return AttentionOutput(flat, (flat, logsumexp))
 
@@ -129,15 +135,14 @@ def _sequence_attention(
     return SequenceAttention(device, shape, strides, query_heads // kv_heads, longest, products)
 
 
-def _spans(pack: DevicePack) -> tuple[Span, ...]:
-    sequences = zip(pack.sequences.starts, pack.sequences.lengths, strict=False)
-    firsts = ((max(start, pack.prefix), start + length, length) for start, length in sequences)
-    return tuple(Span(first - pack.prefix, end - first, keys) for first, end, keys in firsts)
-
-
 @lru_cache(maxsize=8)
-def _work(spans: tuple[Span, ...], group: int, longest: int, device: torch.device) -> list[Batch]:
-    """Once for all layers and for the backward's pass."""
+def _work(sequences: PackedSequences, prefix: int, group: int, longest: int, device: torch.device) -> list[Batch]:
+    """Once for all layers and for the backward's pass. The first `prefix` tokens have no queries."""
+    firsts = [
+        (max(start, prefix), start + length, length)
+        for start, length in zip(sequences.starts, sequences.lengths, strict=False)
+    ]
+    spans = [Span(first - prefix, end - first, keys) for first, end, keys in firsts]
     return batches(spans, group, longest, device)
 
 
