@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from fp8core.config.capability import Node
 from fp8core.config.precision import CacheFormat, LinearFormat, PrecisionContract
@@ -163,6 +164,7 @@ class ParameterCounts:
     active: int
 
 
+@cache
 def count_parameters(arch: Architecture) -> ParameterCounts:
     shapes = parameter_shapes(arch)
     total = count(shapes)

@@ -324,8 +324,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
 
 def pass_cost(arch: Architecture, lengths: Sequence[int]) -> int:
-    """Multiplications of a forward pass over sequences of these lengths."""
-    linear_weights = count_parameters(arch).linear
+    """Multiplications of a forward pass over sequences of these lengths; a token meets only its own experts."""
+    counts = count_parameters(arch)
+    linear_weights = counts.linear - (counts.total - counts.active)
     attention_width = arch.num_heads * arch.head_dim * arch.num_layers
     return sum(length * (linear_weights + attention_width * length) for length in lengths)
 

@@ -18,12 +18,13 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
 from fp8core.errors import StoredFileError
 from fp8core.models.architecture import Experts
+from fp8core.models.hub import HUB_ARCHITECTURES
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.rotary import LinearScaling, YarnScaling
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.masters import Masters
-from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
+from fp8core.training.packed.trainer import PackedFormats, PackedTrainer, pass_cost
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.trainer import LogprobError, NotFiniteError
 
@@ -232,6 +233,9 @@ def test_what_is_not_finite_is_not_applied(value, learnt) -> None:
 
 
 RANKS = 3
+DENSE = {"family": "qwen2"}
+# Two tiles of an expert's gate for three ranks.
+EXPERTS = {"family": "qwen3_moe", "experts": moe(per_token=2, intermediate_size=192, sparse_step=2)}
 
 
 def compared(trainer: PackedTrainer, batch, scales, folder: Path) -> dict:
@@ -284,22 +288,23 @@ def _rank(rank: int, port: int, make, batch, scales, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("contract", "settings"),
+    ("contract", "shape", "settings"),
     [
-        (FP8, {}),
-        (BF16, {}),
-        (FP8, {"reduce_gradients": "per_pass"}),
-        (FP8, {"lora": LoraConfig(rank=4, targets=["q_proj", "v_proj", "down_proj"])}),
-        (FP8, {"packed": True, "context_parallel": RANKS}),
+        (FP8, DENSE, {}),
+        (BF16, DENSE, {}),
+        (FP8, DENSE, {"reduce_gradients": "per_pass"}),
+        (FP8, EXPERTS, {"reduce_gradients": "per_pass"}),
+        (FP8, DENSE, {"lora": LoraConfig(rank=4, targets=["q_proj", "v_proj", "down_proj"])}),
+        (FP8, DENSE, {"packed": True, "context_parallel": RANKS}),
     ],
-    ids=["fp8", "bf16", "fp8, reduced in each pass", "adapters", "fp8, shared passes"],
+    ids=["fp8", "bf16", "fp8, reduced in each pass", "experts, reduced", "adapters", "fp8, shared passes"],
 )
 def test_ranks_share_one_policy_and_compute_its_bytes(
-    contract, settings, architecture, masters_of, trainer_of, first_scales, rollout_batch, tmp_path
+    contract, shape, settings, architecture, masters_of, trainer_of, first_scales, rollout_batch, tmp_path
 ) -> None:
     """Three ranks, of which one has no row of K, V and the norms; packs of different lengths."""
     sizes = {"hidden_size": 384, "head_dim": 64, "num_heads": 6, "num_kv_heads": 2, "intermediate_size": 384}
-    arch = architecture(**sizes, family="qwen2")
+    arch = architecture(**sizes, **shape)
     exact = trainer_of(contract, arch)
     scales = first_scales(exact, contract)
     batch, layers = rollout_batch(exact, scales, rows=20), scales.layers
@@ -401,6 +406,13 @@ def test_ranks_share_a_pass_by_its_tokens_with_the_log_probs_of_one(
         for key, gradient in gradients.items():
             print(name, key, float((shared[key] - gradient).norm() / gradient.norm()))
             assert (shared[key] - gradient).norm() <= 1e-5 * gradient.norm(), (name, key)
+
+
+def test_a_pass_costs_what_its_tokens_multiply() -> None:
+    """Of 128 experts of Qwen3-30B-A3B a token meets eight; q and o are 2048 x 4096, k and v 2048 x 512."""
+    arch = HUB_ARCHITECTURES["Qwen/Qwen3-30B-A3B"]
+    by_token = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 8 * 3 * 2048 * 768)
+    assert pass_cost(arch, [100, 3]) == 103 * by_token + 48 * 4096 * (100**2 + 3**2)
 
 
 class FirstOfThree(Ranks):
