@@ -66,14 +66,14 @@ class Parallel:
     context: int = 1
 
 
-def state_of(config: RunConfig, arch: Architecture, gpus: int, form: MomentFormat) -> tuple[Need, Need]:
-    own = math.ceil(count_parameters(arch).total / gpus)
-    return Need(MASTER_WEIGHTS, own * FP32_BYTES, "FP32"), _moments(config, parameter_shapes(arch), gpus, form)
+def state_of(config: RunConfig, arch: Architecture, own: int, form: MomentFormat) -> tuple[Need, Need]:
+    """`own`: parameters of one GPU."""
+    return Need(MASTER_WEIGHTS, own * FP32_BYTES, "FP32"), _moments(config, parameter_shapes(arch), own, form)
 
 
-def _moments(config: RunConfig, shapes: Shapes, gpus: int, form: MomentFormat, of: str = "") -> Need:
+def _moments(config: RunConfig, shapes: Shapes, own: int, form: MomentFormat, of: str = "") -> Need:
     settings = config.training.optimiser
-    elements = math.ceil(moment_elements(settings, shapes) / gpus)
+    elements = math.ceil(moment_elements(settings, shapes) * own / count(shapes))
     width = {"fp32": FP32_BYTES, "bf16": BF16_BYTES}[form]
     return Need(MOMENTS, elements * width, f"{find_optimiser(settings).name}, {form.upper()}{of}")
 
@@ -87,7 +87,7 @@ def adapted_state(config: RunConfig, arch: Architecture, gpus: int, form: Moment
     return (
         Need("frozen weights", math.ceil(count(shapes) * BF16_BYTES / gpus), "BF16"),
         Need(MASTER_WEIGHTS, count(trainable) * FP32_BYTES, "FP32, of adapters"),
-        _moments(config, trainable, 1, form, ", of adapters"),
+        _moments(config, trainable, count(trainable), form, ", of adapters"),
     )
 
 
@@ -131,7 +131,7 @@ def host_state(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     """Masters and optimiser states of a trainer that computes on the host; its checkpoints hold them."""
     if config.training.lora is not None:
         return adapted_state(config, arch, 1, "fp32")
-    return state_of(config, arch, 1, "fp32")
+    return state_of(config, arch, count_parameters(arch).total, "fp32")
 
 
 def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:

@@ -137,7 +137,8 @@ _REPEATABLE = "repeatable backward; none with training.deterministic=false"
 def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     parameters = memory_of(cut_parameters(arch, parallel))
     weights = Need("weights", parameters * BF16_BYTES, "BF16"), Need("gradients", parameters * FP32_BYTES, "FP32")
-    return *state_of(config, arch, parallel.gpus, "fp32"), *weights
+    own = math.ceil(count_parameters(arch).total / parallel.gpus)
+    return *state_of(config, arch, own, "fp32"), *weights
 
 
 def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:

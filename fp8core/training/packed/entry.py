@@ -11,12 +11,13 @@ from fp8core.config.capability import Environment, Node, this_platform
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
-from fp8core.models.architecture import Architecture, with_whole_tiles
+from fp8core.models.architecture import Architecture, Experts, with_whole_tiles
 from fp8core.models.families import family_of, parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+from fp8core.numerics.grouped import GROUP_MULTIPLE
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
 from fp8core.numerics.recipe import TILE
@@ -36,7 +37,7 @@ from fp8core.training.memory import (
 )
 from fp8core.training.optimisers.optimiser import find_optimiser
 from fp8core.training.packed.context import pack_multiple
-from fp8core.training.packed.masters import layer_stacks
+from fp8core.training.packed.masters import largest_share, layer_stacks
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
 
@@ -131,7 +132,8 @@ _AT_REST = 8_000_000_000
 def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     if config.training.lora is not None:
         return adapted_state(config, arch, parallel.gpus, config.training.optimiser.state)
-    return state_of(config, arch, parallel.gpus, config.training.optimiser.state)
+    own = largest_share(parameter_shapes(arch).values(), parallel.gpus)
+    return state_of(config, arch, own, config.training.optimiser.state)
 
 
 def _scoring(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
@@ -166,9 +168,11 @@ def _shared_keys(config: RunConfig, arch: Architecture, parallel: Parallel) -> I
 def _gradients(config: RunConfig, arch: Architecture, parallel: Parallel) -> Need:
     if config.training.reduce_gradients == "per_update" or config.training.lora is not None or parallel.gpus == 1:
         return gradients(config, arch, "FP32, of this GPU's packs")
-    counts = count_parameters(arch)
-    widest = max(math.prod(stack.shape) for stack in layer_stacks(arch, 0).values())
-    elements = counts.total - counts.linear + math.ceil(counts.linear / parallel.gpus) + _TRAVELLING * widest
+    stacks = [stack for index in range(arch.num_layers) for stack in layer_stacks(arch, index).values() if stack.width]
+    linears = [(rows, *stack.width) for stack in stacks for _, rows in stack.parts]
+    whole = count_parameters(arch).total - sum(map(math.prod, linears))
+    travelling = _TRAVELLING * max(math.prod(stack.shape) for stack in stacks)
+    elements = whole + largest_share(linears, parallel.gpus) + travelling
     return Need("gradients", elements * FP32_BYTES, "FP32; of linears the own rows, and one that travels")
 
 
@@ -181,15 +185,38 @@ def _activations(config: RunConfig, arch: Architecture, parallel: Parallel) -> i
     hidden = arch.hidden_size
     query = arch.num_heads * arch.head_dim
     every = query + 2 * arch.num_kv_heads * arch.head_dim
-    width = arch.intermediate_size
-    # Inputs of the four linears: column codes, or the BF16 tensors.
-    inputs = (2 * hidden + query + width) * (1 if config.precision.training.linear == "fp8_block" else BF16_BYTES)
-    inside = inputs + BF16_BYTES * (2 * hidden + 2 * every + query + 2 * width)
+    # Inputs of linears: column codes, or the BF16 tensors.
+    operand = 1 if config.precision.training.linear == "fp8_block" else BF16_BYTES
+    attention = operand * (hidden + query) + BF16_BYTES * (2 * hidden + 2 * every + query)
+    tokens = _longest_pack(config, arch, parallel.context) // parallel.context
+    inside = [tokens * attention + _mlp_activations(arch, i, tokens, operand) for i in range(arch.num_layers)]
+    if not config.training.activation_checkpointing:
+        return sum(inside)
     # A layer that is computed again keeps the stream before both halves, attention's result and its log-sum-exps.
     outside = BF16_BYTES * (2 * hidden + query) + FP32_BYTES * arch.num_heads
-    layers = arch.num_layers
-    values = outside * layers + inside if config.training.activation_checkpointing else inside * layers
-    return _longest_pack(config, arch, parallel.context) // parallel.context * values
+    return tokens * outside * arch.num_layers + max(inside)
+
+
+def _mlp_activations(arch: Architecture, layer: int, tokens: int, operand: int) -> int:
+    """Inputs of both linears, and gate and up. With experts all are by row, as are results, and so is the route."""
+    hidden, experts = arch.hidden_size, arch.experts
+    if experts is None or layer not in arch.sparse_layers:
+        width = arch.intermediate_size
+        return tokens * (operand * (hidden + width) + BF16_BYTES * 2 * width)
+    width = experts.intermediate_size
+    by_row = operand * (hidden + width) + BF16_BYTES * (2 * width + hidden) + _INDEX_BYTES
+    by_token = BF16_BYTES * hidden + FP32_BYTES * experts.count + 2 * _INDEX_BYTES * experts.per_token
+    return _most_rows(tokens, experts) * by_row + tokens * by_token
+
+
+def _most_rows(tokens: int, experts: Experts) -> int:
+    """Rows of all experts, each padded to whole groups, where so many tokens choose as badly as they can."""
+    filled = tokens * experts.per_token
+    padding = min(filled, experts.count) * (GROUP_MULTIPLE - 1)
+    return (filled + padding) // GROUP_MULTIPLE * GROUP_MULTIPLE
+
+
+_INDEX_BYTES = 8
 
 
 MEMORY = TrainerMemory(

@@ -10,7 +10,8 @@
 rows are never cut, so codes and scales are those of one GPU."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -89,6 +90,16 @@ def own_rows(rows: int, rank: int, count: int) -> range:
     tiles = math.ceil(rows / TILE)
     first, last = (min(rows, TILE * (tiles * each // count)) for each in (rank, rank + 1))
     return range(first, last)
+
+
+def largest_share(shapes: Iterable[tuple[int, ...]], count: int) -> int:
+    """Elements of the one of `count` ranks that has the most. Narrow tensors have fewer tiles than there are ranks."""
+    equal = Counter(shapes)
+
+    def share(rank: int) -> int:
+        return sum(n * len(own_rows(rows, rank, count)) * math.prod(width) for (rows, *width), n in equal.items())
+
+    return max(map(share, range(count)))
 
 
 class SharedRows:

@@ -80,6 +80,43 @@ def test_experts_are_shared_out_and_optimiser_states_over_all_gpus(configured):
     assert state["optimiser states"] == DENSE + EXPERTS
 
 
+def packed_step(config):
+    grid = trainer_of(config.training).grid(config)
+    memory, arch = gpu_memory(config.training), model_shape(config)
+    return by_item((*memory.state(config, arch, grid), *memory.step(config, arch, grid)))
+
+
+def test_the_last_of_eight_packed_ranks_has_most_of_qwen3_30b_a3b(configured):
+    """Eight ranks share tiles of 128 rows: of the six of an expert's gate two ranks have none."""
+    settings = {"training__device": "cuda", "cluster__ranks": 8, "training__optimiser__state": "bf16"}
+    found = packed_step(configured("qwen3-30b-a3b", **settings, training__reduce_gradients="per_pass"))
+    experts = 128 * (2 * 128 * 2048 + 256 * 768)
+    # The router's rows are one tile; of Q there are four, of K and of V one, of the output's 16 two.
+    linears = 48 * (experts + 128 * 2048 + (512 + 2 * 128) * 2048 + 256 * 4096)
+    vectors = 48 * (2 * 256 + 2 * 128) + 256
+    # The vocabulary has 1187 tiles.
+    own = linears + vectors + 2 * 149 * 128 * 2048
+    assert (found["master weights"], found["optimiser states"]) == (4 * own, 2 * 2 * own)
+    whole = 48 * (2 * 2048 + 2 * 128) + 2048 + 2 * 151_936 * 2048
+    assert found["gradients"] == 4 * (linears + whole + 4 * 128 * 2 * 768 * 2048)
+    codes = 48 * (128 * 3 * 2048 * 768 + 2 * 2048 * 4096 + 2 * 2048 * 512)
+    assert (found["quantised copies"], codes + 48 * 128 * 2048 + whole) == (codes, DENSE + EXPERTS)
+    assert found["weights"] == codes + 4 * codes // 128**2 + 2 * (48 * 128 * 2048 + whole)
+
+
+def test_packed_activations_of_experts_have_the_most_rows_that_can_be(configured):
+    settings = {"training__device": "cuda", "training__tokens_per_pass": 16_384}
+    # A token has eight rows, and each of 128 experts up to 127 rows of zeros: the 1151 groups of 128 that this fills.
+    by_row = 2048 + 768 + 2 * (2 * 768 + 2048) + 8
+    route = 4 * 128 + 2 * 8 * 8
+    attention = 2048 + 4096 + 2 * (2 * 2048 + 2 * 5120 + 4096)
+    layer = 1151 * 128 * by_row + 16_384 * (attention + 2 * 2048 + route)
+    assert packed_step(configured("qwen3-30b-a3b", **settings))["activations"] == 48 * layer
+    stays = 16_384 * (2 * (2 * 2048 + 4096) + 4 * 32)
+    settings["training__activation_checkpointing"] = True
+    assert packed_step(configured("qwen3-30b-a3b", **settings))["activations"] == 48 * stays + layer
+
+
 def test_the_host_holds_what_the_torch_trainer_allocates():
     config = load_config("tiny-moe")
     arch = model_shape(config)
@@ -115,9 +152,7 @@ def test_ranks_that_share_a_pass_have_its_activations_between_them():
     long = {"rollout.max_new_tokens": 120_000, "rollout.vllm.max_model_len": 131_072, "cluster.ranks": 8}
     found = []
     for shared in (1, 8):
-        config = load_config("qwen3-aligned", {**long, "training.context_parallel": shared})
-        grid = trainer_of(config.training).grid(config)
-        found.append(by_item(gpu_memory(config.training).step(config, model_shape(config), grid)))
+        found.append(packed_step(load_config("qwen3-aligned", {**long, "training.context_parallel": shared})))
     alone, each = found
     assert each["activations"] == pytest.approx(alone["activations"] / 8, rel=0.02)
     assert each["activations"] + each["keys of other ranks"] < alone["activations"] / 2
