@@ -285,21 +285,6 @@ def test_a_kernel_takes_what_its_reference_takes(device: torch.device) -> None:
         assert inspect.signature(kernel_of(module, name)) == inspect.signature(reference), name
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("columns", [256, 200])
-def test_codes_of_swiglu_are_those_of_the_unfused_kernels(
-    device: torch.device, run, columns: int, recipe: Recipe
-) -> None:
-    forward, backward = (recipe.activations, recipe.tokens), (recipe.gradients, recipe.tokens)
-    rows = 37 if device.type == "cpu" else 4096
-    gate_up, grad = drawn(rows, 2 * columns, seed=4).to(device), drawn(rows, columns, seed=5).to(device)
-    by_row, by_column = row_and_column_codes(run(swiglu, gate_up), *forward)
-    assert_same(run(swiglu_row_codes, gate_up, recipe.activations), moved(by_row, "cpu"))
-    assert_same(run(swiglu_codes, gate_up, *forward), moved((by_row, by_column), "cpu"))
-    gradient = row_and_column_codes(run(swiglu_backward, grad, gate_up), *backward)
-    assert_same(run(swiglu_backward_codes, grad, gate_up, *backward), moved(gradient, "cpu"))
-
-
 def test_silu_is_the_nearest_bfloat16_to_all_but_a_few_gates(device: torch.device, run) -> None:
     gates = (torch.arange(0x10000, dtype=torch.int32) << 16).view(torch.float32).view(256, 256)
     # In the interpreter subnormals are zero.

@@ -79,15 +79,6 @@ def test_a_core_that_is_killed_ends_the_call_that_waits_for_it(vllm_build, polic
         wait_until_gone([core, *below])
 
 
-def test_a_core_that_a_scheduler_ends_is_lost(vllm_build, policies):
-    """SIGTERM comes to every process of a job; vLLM's core then aborts what it generates."""
-    with started_engine(vllm_build) as (engine, core):
-        running = _generating(engine, policies)
-        core.terminate()
-        with pytest.raises(EngineLost, match=r"vLLM('s engine core)? end"):
-            list(running)
-
-
 def _generating(engine: Any, policies: Any) -> Any:
     """Many completions of a policy, of which the first have come."""
     engine.update(policies[0].tensors, policies[0].scales, 0)

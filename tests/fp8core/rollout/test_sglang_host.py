@@ -1,7 +1,6 @@
 """The process between training and SGLang: its pipe, with SGLang's event loop and an engine that answers by itself."""
 
 import asyncio
-import gc
 import multiprocessing
 import signal
 import time
@@ -23,7 +22,6 @@ from fp8core.rollout.engine import Completion, PromptGroup, Sampling, Session
 from fp8core.rollout.resident import ResidentEngine
 from fp8core.rollout.sglang.engine import HostPipe, SglangEngine
 from fp8core.rollout.sglang.host import Host, serve
-from fp8core.rollout.sglang.worker import Mailbox, WorkerError
 
 # Together more than the buffer of any pipe.
 TOKENS = 20_000
@@ -139,20 +137,6 @@ def test_a_session_that_is_left_drops_what_runs_and_what_waits() -> None:
         assert [(done.group, done.tokens) for done in finished(again)] == [(3, [1, 2])] * 2
 
 
-def test_errors_of_requests_that_a_session_leaves_on_their_way_are_not_reported(caplog) -> None:
-    with hosted(engine := Counting(raises=True)) as pipe:
-        session = session_of(pipe, 6)
-        session.add([group(0, ENDLESS)])
-        while not engine.now:
-            assert session.step() == []
-        session.close()
-        again = session_of(pipe, 2)
-        again.add([group(1, 1)])
-        assert [done.tokens for done in finished(again)] == [[1, 2]] * 2
-    gc.collect()
-    assert "never retrieved" not in caplog.text
-
-
 def test_a_session_takes_long_prompts_while_its_outputs_are_unread() -> None:
     """Either end has more to send than a pipe holds."""
     with hosted(Counting()) as pipe:
@@ -212,15 +196,3 @@ def test_the_end_of_a_process_of_sglang_in_the_middle_of_a_call_is_raised(start_
         pipe.receive()
     process.join(10)
     assert process.exitcode == -signal.SIGKILL
-
-
-def test_a_request_has_its_own_answer(tmp_path) -> None:
-    engine, worker = Mailbox(str(tmp_path)), Mailbox(str(tmp_path))
-    engine.ask("write", (3, {"a": b"bytes"}))
-    assert worker.asked() == ("write", (3, {"a": b"bytes"}))
-    worker.put([1.5], None)
-    assert engine.answered() == [1.5]
-    engine.ask("describe", ())
-    worker.put(None, "Traceback: broken")
-    with pytest.raises(WorkerError, match="broken"):
-        engine.answered()
