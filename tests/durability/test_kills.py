@@ -73,16 +73,6 @@ def test_of_a_step_that_was_cut_only_unfinished_groups_are_generated(new_trainin
     training.must_equal(whole)
 
 
-def test_of_a_refill_round_that_was_cut_only_unfinished_groups_are_generated(new_training, tmp_path):
-    settings = {"rollout.refill.max_batches": 3}
-    expected, training = (new_training("one", runs=tmp_path / name, **settings) for name in ("whole", "killed"))
-    assert expected.live().finished
-    assert training.live(after="2 group 5").killed
-    life = training.live()
-    assert min(group for step, group in life.asked if step == 2) == 6
-    training.must_equal(expected)
-
-
 # What a life has done when it dies, and the audit event that says so; in the order in which a run comes by.
 INSIDE = {
     "run.json is written, not renamed": ("os.rename", r"/run\.json"),

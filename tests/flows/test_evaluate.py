@@ -1,14 +1,11 @@
 """The evaluation flow on real runs: what it measures, what MLflow shows of it, what it refuses."""
 
 import re
-import time
 from collections import Counter
 from statistics import fmean
 
 import pytest
 from mlflow import MlflowClient
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, LogFilter, LogFilterFlowRunId
 
 from flows.cli import main
 from flows.evaluate import evaluate
@@ -84,21 +81,6 @@ def test_mlflow_links_it_to_the_model_of_the_checkpoint(compared, run, store):
     assert "evaluation/bf16/pass_at_1" in metrics
     files = {file.path for file in store.list_artifacts(found.info.run_id)}
     assert {"evaluation.json", "evaluation.txt"} <= files
-
-
-def test_prefect_has_it_as_a_table_and_in_the_log(compared):
-    result, _ = compared
-    value = f"{result.precisions['fp8'].estimates['pass@4'].value:.4f}"
-    with get_client(sync_client=True) as client:
-        key = ArtifactFilter(key=ArtifactFilterKey(any_=["evaluated-evaluation"]))
-        (shown,) = [one for one in client.read_artifacts(artifact_filter=key) if "4 at temperature" in one.description]
-        mine = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[shown.flow_run_id]))
-        deadline = time.monotonic() + 30
-        while not any(value in log.message for log in client.read_logs(mine)):
-            assert time.monotonic() < deadline, "Prefect's log lacks the result"
-            time.sleep(0.2)
-    (row,) = (line for line in shown.data.splitlines() if line.startswith("fp8 ") and "[" in line and " - " not in line)
-    assert value in row
 
 
 def test_a_failure_while_it_runs_fails_the_flow_run(run, ask, tmp_path):

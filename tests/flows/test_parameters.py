@@ -38,11 +38,3 @@ def test_the_defaults_of_a_deployment_are_valid_and_it_waits_in_its_pool(deploym
     deployed.validate_parameters({**given, **named})
     assert "concurrency_limit" not in deployment, "its next run would lose its place after a cancelled one"
     assert deployment["work_pool"]["name"] in ("fp8-grpo-cpu", "fp8-grpo-gpu")
-
-
-def test_the_parity_run_is_scheduled_every_night_at_two_utc() -> None:
-    nightly, llama = (one for one in DEPLOYMENTS if one["entrypoint"] == "flows.parity:parity")
-    assert (nightly["name"], nightly["parameters"]) == ("nightly", {"config": "tiny-nightly"})
-    assert nightly["schedules"] == [{"cron": "0 2 * * *", "timezone": "UTC"}]
-    assert (llama["name"], llama["parameters"]) == ("llama-nightly", {"config": "llama-nightly"})
-    assert llama["work_pool"]["name"] == "fp8-grpo-gpu"

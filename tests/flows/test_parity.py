@@ -105,12 +105,3 @@ def test_each_outcome_has_an_exit_code(
     monkeypatch.setattr("flows.parity.parity", judged)
     assert main(["parity", "tiny-nightly"]) == code
     assert state.message in "".join(capsys.readouterr())
-
-
-def test_mistakes_are_refused_before_any_work(judge_small: Callable[..., Any], shelf: Path) -> None:
-    assert judge_small(name="twice", variants=["fp4"]).message.startswith("variants: fp4 is none of bf16, ")
-    unknown = judge_small({"warmstart": 1}, name="twice")
-    assert "warmstart" in unknown.message
-    absent = judge_small({"reward.verifier": "nowhere:score"}, name="twice", seeds=[0])
-    assert "nowhere" in absent.message
-    assert not (shelf / "parity" / "twice").exists()

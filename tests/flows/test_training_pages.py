@@ -13,7 +13,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.states import Completed
 
-from flows import training_pages
 from flows.training_pages import TrainingPages
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -104,7 +103,3 @@ def test_steps_of_a_failed_a_killed_and_a_stopped_training_do_not_stay_running()
         *(("step 3", "CANCELLED"), ("step 3", "CRASHED")),
         ("step 4", "CANCELLED"),
     ]
-
-
-def test_a_key_has_only_letters_that_prefect_takes() -> None:
-    assert training_pages.artifact_key("Shown_Run", "1-progress") == "shown-run-1-progress"

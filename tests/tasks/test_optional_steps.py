@@ -9,12 +9,10 @@ import torch
 
 from fp8core.config.load import load_config
 from fp8core.metrics.reward import reward_metrics
-from fp8core.metrics.rollout import rollout_metrics
 from fp8core.run.batches import baseline_mask, rollout_batch
 from fp8core.run.rollouts import counts
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import FilterOptions, filter, keep_informative
-from tasks.record import mismatch
 from tasks.shape import ShapeOptions, shape_rewards
 
 
@@ -122,20 +120,6 @@ def with_tool_output():
         ([5, 6], [-0.4, -0.6], [True, True], "stop"),
     )
     return rollouts, logprobs_table(([-0.5, -3.0, -9.0, -0.8], [0.2, 7.0, 7.0, 0.4]), ([-0.4, -0.6], [0.6, 0.8]))
-
-
-@pytest.fixture
-def without_tool_output():
-    rollouts = rollouts_table(
-        ([5, 6], [-0.5, -0.7], [True, True], "stop"), ([5, 6], [-0.4, -0.6], [True, True], "stop")
-    )
-    return rollouts, logprobs_table(([-0.5, -0.8], [0.2, 0.4]), ([-0.4, -0.6], [0.6, 0.8]))
-
-
-def test_tokens_of_tools_stay_out_of_every_metric(with_tool_output, without_tool_output):
-    rows = torch.tensor([True, True])
-    assert mismatch(*with_tool_output, rows, 2.0) == mismatch(*without_tool_output, rows, 2.0)
-    assert rollout_metrics(*with_tool_output) == rollout_metrics(*without_tool_output)
 
 
 def test_tokens_of_tools_stay_out_of_the_loss(with_tool_output):

@@ -206,12 +206,6 @@ def test_chunks_change_nothing_when_a_process_is_killed(ahead, loop_run, tmp_pat
     assert run.records == whole.records
 
 
-def test_a_replay_is_equal_and_verify_finds_nothing(ahead):
-    verdicts = ahead.replayed(range(1, 5))
-    assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
-    assert [*verify(RunView.read(ahead.folder))] == []
-
-
 def test_checkpoints_stay_that_a_resumed_run_scores_old_tokens_from(loop_run):
     """Tokens of step 9 may be of policy 4: without the checkpoint of step 3 every update would be made again."""
     deep = {"pipeline.max_staleness": 4, "checkpoint.every": 1, "checkpoint.keep": 1}
