@@ -1,9 +1,7 @@
 """Lines of progress: of parts that take long, and of no others."""
 
 import re
-import threading
 import time
-from collections.abc import Callable
 
 from fp8core.progress import Part, progress_round, tell_progress
 
@@ -43,24 +41,3 @@ def test_the_inner_part_speaks_in_place_of_the_outer_one() -> None:
             assert all(line.startswith("scores") for line in lines[begun:])
         outer(3, 4)
         eventually(lines, r"step: 3/4 .*")
-
-
-def test_parts_of_other_threads_count_for_themselves() -> None:
-    lines = list[str]()
-
-    def part(name: str) -> Callable[[], None]:
-        def work() -> None:
-            with Part(name, lines.append, first=0.01):
-                tell_progress(len(name), 9)
-                both.wait(20)
-                time.sleep(0.1)
-
-        return work
-
-    both = threading.Barrier(2)
-    threads = [threading.Thread(target=part(name)) for name in ("a", "bb")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {line.partition(" after")[0] for line in lines if "/" in line} == {"a: 1/9", "bb: 2/9"}

@@ -1,4 +1,3 @@
-import contextlib
 import re
 import subprocess
 import sys
@@ -12,10 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fp8core.config.load import load_config
 from fp8core.data.chain import ALPHABET, EOS
-from fp8core.data.prompt import Message, check_prompt, encode_prompt, generator, is_heldout, messages_of, problem
+from fp8core.data.prompt import Message, check_prompt, encode_prompt, generator, is_heldout, problem
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
-from fp8core.rollout.episodes import task_of
 from fp8core.run.open import check_template_arguments
 
 
@@ -78,12 +76,6 @@ def test_a_system_prompt_is_the_first_message_of_rows_without_their_own(bpe_toke
     assert encode_prompt(own, config, bpe_tokenizer, 512)[0] == f"<|im_start|>system\nBe exact.<|im_end|>\n{asks}"
 
 
-def test_an_environment_is_told_the_system_prompt():
-    row = {"messages": messages_of(TOM, gsm8k(**{"data.system": "Be brief."})), "reference": "19"}
-    (said,) = task_of(row, 0).before
-    assert (said.role, said.content) == ("system", "Be brief.")
-
-
 def test_a_system_prompt_needs_a_chat_template(with_bos):
     with pytest.raises(UserError, match=r"^data\.system: the model has no chat template"):
         encode_prompt(problem("one two", ""), gsm8k(**{"data.system": "one"}), with_bos(), 512)
@@ -121,14 +113,6 @@ def test_a_character_that_has_no_token_is_refused_with_its_place(characters):
     asked = problem("é*7-0=", "4", "rows.jsonl:2")
     with pytest.raises(UserError, match=r"^rows\.jsonl:2: the tokenizer has no token for 'é'"):
         check_prompt(asked, load_config("tiny"), characters, 256)
-
-
-@pytest.mark.parametrize("limit", [5, 6, 15])
-def test_only_a_prompt_that_does_not_fit_is_too_long(characters, limit):
-    asked, config = problem("2*7-0=", "4"), load_config("tiny", {"data.max_prompt_tokens": limit})
-    refusal = pytest.raises(UserError, match="has 6 tokens") if limit < 6 else contextlib.nullcontext()
-    with refusal:
-        check_prompt(asked, config, characters, 256)
 
 
 def test_template_arguments_reach_the_chat_template(bpe_tokenizer, tmp_path):

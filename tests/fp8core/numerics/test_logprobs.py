@@ -3,8 +3,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8core.numerics import logprobs
@@ -25,17 +23,6 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tup
     """Log-probs and entropies by the textbook formula in FP64."""
     logp = torch.log_softmax(x.double() @ weight.double().t() / temperature, dim=-1)
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-
-
-@given(seed=st.integers(0, 2**31), vocabulary=st.integers(1, 300), spread=st.floats(0, 50), temp=st.floats(0.05, 5))
-@settings(max_examples=50)
-def test_log_softmax_is_that_of_torch(seed: int, vocabulary: int, spread: float, temp: float) -> None:
-    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
-    logp = log_softmax(logits, temp)
-    assert logp.dtype == torch.float64
-    bound = vocabulary * 2.0**-35 + 1e-12
-    assert (logp - torch.log_softmax(logits.double() / temp, dim=-1)).abs().max() <= bound
-    assert (logp.exp().sum(-1) - 1).abs().max() <= bound
 
 
 def test_log_softmax_does_not_depend_on_batch_or_vocabulary_order() -> None:

@@ -155,13 +155,3 @@ def test_a_collapsed_run_says_so_above_the_charts_and_marks_the_step_in_each(who
     figures = Page(page).figures
     assert {"Reward", "Entropy of the policy"} <= {*figures}
     assert all(figure["layout"]["shapes"][-1]["x0"] == 10 for figure in figures.values())
-
-
-def test_a_task_has_one_colour_in_the_bars_and_the_table_of_the_time(both: str) -> None:
-    section = both.partition('<section id="numbers">')[2].partition("</section>")[0]
-    bars = re.findall(r'<p class="bar">(.*?)</p>', section)
-    assert len(bars) == 2
-    for bar in bars:
-        assert sum(float(width) for width in re.findall(r"width: ([\d.e-]+)%", bar)) == pytest.approx(100)
-        ((colour, _),) = {(colour, task) for colour, task in re.findall(r'(--c\d)\)" title="(train)"', bar)}
-        assert f'background: var({colour})"></span>train</td>' in section

@@ -70,10 +70,6 @@ def test_equal_rewards_and_lone_rows_give_exactly_zero(name, reward, count):
     assert ESTIMATORS[name](scores, EPSILON).count_nonzero() == 0
 
 
-def test_golden_group():
-    assert ESTIMATORS["grpo"](groups_of([1.0, 0.0, 0.0, 0.0]), 0.0).tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5])
-
-
 @pytest.mark.parametrize("rejected", [100.0, math.nan])
 def test_a_rejected_row_moves_no_other(rejected):
     """Of rewards 100 and 1, one rejected, the kept one has no baseline (verl would give it -49.5)."""

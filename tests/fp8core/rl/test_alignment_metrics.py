@@ -6,9 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.rl.alignment_metrics import METRICS, alignment_metrics, k1, k2, k3
-
-GOLDEN_D = [0.1, -1.5, 0.8, -10.0, 0.3]
+from fp8core.rl.alignment_metrics import METRICS, alignment_metrics, k3
 
 
 def batch(seed, rows=6, tokens=40, spread=0.3):
@@ -70,15 +68,6 @@ def test_every_metric_equals_an_independent_loop(seed, tokens, spread):
     )
 
 
-def test_golden_vector():
-    rollout = torch.full((1, 5), -1.0, dtype=torch.float64)
-    training = rollout + torch.tensor([GOLDEN_D], dtype=torch.float64)
-    result = alignment_metrics(training, rollout, torch.ones(1, 5, dtype=torch.bool))
-    assert result["kl"] == pytest.approx(2.06)
-    assert result["k3_kl"] == pytest.approx(2.04075, abs=5e-6)
-    assert result["logprob_abs_diff_max"] == pytest.approx(10.0)
-
-
 def test_exact_agreement_gives_the_ideal_that_each_metric_declares():
     _, logprobs, mask = batch(0, tokens=300)
     result = alignment_metrics(logprobs, logprobs.clone(), mask)
@@ -137,13 +126,6 @@ def test_unmasked_junk_is_refused_with_its_place(side, value):
     {"training": training, "rollout": rollout}[side][3, 7] = value
     with pytest.raises(ValueError, match=rf"{side} log-prob at row 3, position 7 is {value}"):
         alignment_metrics(training, rollout, mask)
-
-
-def test_golden_k2_and_k3():
-    d = torch.tensor(GOLDEN_D, dtype=torch.float64)
-    assert k2(d).tolist() == pytest.approx([0.005, 1.125, 0.32, 50.0, 0.045], abs=1e-12)
-    assert k3(d).tolist() == pytest.approx([0.00517, 0.72313, 0.42554, 9.00005, 0.04986], abs=6e-6)
-    assert k1(d).tolist() == (-d).tolist()
 
 
 def test_k3_keeps_the_digits_of_small_differences():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8core.rl.batch import RolloutBatch, TokenBatch, column, length_mask, pad, pad_column, routes, routes_column
+from fp8core.rl.batch import RolloutBatch, TokenBatch, column, pad, pad_column, routes, routes_column
 
 IDS = st.lists(st.integers(0, 1000), min_size=1, max_size=6)
 ROWS = st.lists(st.tuples(IDS, IDS), min_size=1, max_size=7)
@@ -62,24 +62,6 @@ def test_experts_are_padded_with_what_the_router_is_to_choose():
     assert part.experts.tolist() == [[*first, free]]
     assert other.experts.tolist() == [[*second, free]]
     assert TokenBatch.of([[5]], [[8]]).part(slice(0, 1)).experts is None
-
-
-def test_rows_of_a_rollout_batch():
-    sequences = TokenBatch.of([[1], [2, 3], [4], [5]], [[6, 7], [8], [9, 9, 9], [5]])
-    batch = RolloutBatch(
-        sequences=sequences,
-        policy_mask=length_mask([[6, 7], [8], [9, 9, 9], [5]]),
-        rollout_logprobs=torch.randn(4, 3),
-        old_logprobs=torch.randn(4, 3),
-        reference_logprobs=None,
-        advantages=torch.arange(4.0),
-        row_mask=torch.tensor([True, False, True, False]),
-    )
-    part = batch.rows(slice(1, 3))
-    assert torch.equal(part.sequences.tokens, sequences.tokens[1:3])
-    assert part.reference_logprobs is None
-    for name in ("policy_mask", "rollout_logprobs", "old_logprobs", "advantages", "row_mask"):
-        assert torch.equal(getattr(part, name), getattr(batch, name)[1:3]), name
 
 
 ELEMENTS = {

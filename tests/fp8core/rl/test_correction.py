@@ -12,7 +12,6 @@ from fp8core.errors import UserError
 from fp8core.rl.correction import correct, correction_rule, log_ratio, passes
 
 GOLDEN_D = [0.1, -1.5, 0.8, -10.0, 0.3]
-GOLDEN_R = [1.1052, 0.2231, 2.2255, 4.54e-5, 1.3499]
 ROWS = st.lists(st.lists(st.tuples(st.floats(-25, 25), st.booleans()), min_size=3, max_size=3), min_size=1, max_size=5)
 
 
@@ -34,11 +33,6 @@ def rule_of(level="none", action="keep", filters=(), low=0.0, high=2.0, **others
 def correct_d(rule, d, mask):
     """`correct` for log-ratios d."""
     return correct(rule, d, torch.zeros_like(d), mask)
-
-
-def weigh(level, action, **bounds):
-    found = correct_d(rule_of(level, action, **bounds), *everywhere([GOLDEN_D]))
-    return found.weights[0].tolist(), found.accepted_mask[0].tolist()
 
 
 def slow_raw(level, row):
@@ -74,20 +68,6 @@ def test_every_level_and_action_equals_an_independent_loop(level, action, rows):
         expected = [slow_action(action, w, m, 0.5, 2.0) for w, (_, m) in zip(slow_raw(level, row), row, strict=True)]
         assert found.weights[i].tolist() == pytest.approx([w for w, _ in expected], rel=1e-12, abs=1e-300)
         assert found.accepted_mask[i].tolist() == [m for _, m in expected]
-
-
-def test_golden_vectors():
-    raw, _ = weigh("token", "keep")
-    assert raw == pytest.approx(GOLDEN_R, rel=2e-4)
-    truncated, kept = weigh("token", "truncate", high=2.0)
-    assert truncated == pytest.approx([1.1052, 0.2231, 2.0, 4.54e-5, 1.3499], rel=2e-4)
-    assert all(kept)
-    banded, kept = weigh("token", "band", low=0.5, high=2.0)
-    assert [i for i, w in enumerate(banded) if w] == [0, 4]
-    assert all(kept), "IcePop leaves the zeroed tokens in the denominator"
-    _, kept = weigh("token", "mask", low=0.5, high=2.0)
-    assert [i for i, k in enumerate(kept) if k] == [0, 4]
-    assert weigh("sequence", "keep")[0] == pytest.approx([3.36e-5] * 5, rel=2e-3)
 
 
 def test_log_ratio_hides_masked_junk_and_carries_no_gradient():
@@ -129,15 +109,6 @@ def slow_passes(name, row, low, high):
 def test_every_filter_equals_an_independent_loop(name, rows):
     kept = passes(build(name), *tensors(rows)).tolist()
     assert kept == [slow_passes(name, row, 0.5, 2.0) for row in rows]
-
-
-def test_the_band_is_on_rho_and_not_on_its_inverse():
-    """Band 0.6_1.4: rho = 1.5 is out and rho = 0.7 is in; on 1/rho, as verl's code has it, the reverse."""
-    for name in ("token_k1", "seq_sum_k1", "seq_mean_k1"):
-        for rho, expected in ((1.5, False), (0.7, True)):
-            assert passes(build(name, 0.6, 1.4), *everywhere([[math.log(rho)]])).item() is expected
-    inverse = -math.log(1.5)
-    assert math.log(0.6) <= inverse <= math.log(1.4), "the vector tells the two readings apart"
 
 
 def test_veto_looks_at_every_unmasked_token_unclamped():

@@ -150,15 +150,6 @@ def test_what_is_masked_or_dropped_may_hold_anything():
         assert not gradient_again[hidden].any()
 
 
-def test_nothing_kept_is_a_loss_of_zero():
-    batch, current = random_batch(seed=3)
-    batch = replace(batch, row_mask=torch.zeros_like(batch.row_mask))
-    terms = objective("token_tis", 0.3)(current, batch, counts(batch))
-    assert set(terms.statistics().values()) == {0.0}
-    terms.loss.backward()
-    assert not current.grad.any()
-
-
 def test_without_weight_the_penalty_is_reported_and_not_learnt():
     batch, current = random_batch(seed=7)
     terms = objective("none", 0.0)(current, batch, counts(batch))

@@ -5,7 +5,6 @@ import torch
 
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.models.weights import rollout_formats
-from fp8core.numerics.logprobs import HeadFormat
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Sampling, sample_seed
@@ -82,14 +81,6 @@ def test_stop_tokens_cut_what_would_have_been_generated(pair, groups):
     assert {len(completion.tokens) for completion in stopped} >= {1, 2, 3, 4, 8}
 
 
-@pytest.mark.parametrize("limit", [1, 5])
-def test_a_smaller_limit_gives_a_prefix(pair, groups, limit):
-    whole = pair.generate(groups, ENDLESS)
-    assert pair.generate(groups, replace(ENDLESS, max_new_tokens=limit)) == [
-        replace(c, tokens=c.tokens[:limit], logprobs=c.logprobs[:limit]) for c in whole
-    ]
-
-
 def test_a_completion_depends_on_its_prompt_and_seed_alone(pair, groups):
     together = pair.generate(groups, ENDLESS)
     reverse = pair.generate(groups[::-1], ENDLESS)
@@ -139,28 +130,6 @@ def test_groups_come_whole_and_once(architecture, pair_of, groups, max_batch):
         assert finished, "an empty yield"
         for group in {completion.group for completion in finished}:
             assert [c.sample for c in finished if c.group == group] == [0, 1, 2, 3]
-
-
-class CountingHead(HeadFormat):
-    """Notes how many sequences are decoded together."""
-
-    def __init__(self):
-        super().__init__("fp32", torch.float32)
-        object.__setattr__(self, "rows", [])
-
-    def logits(self, hidden, head):
-        self.rows.append(hidden.shape[0])
-        return super().logits(hidden, head)
-
-
-@pytest.mark.parametrize(("max_batch", "largest"), [(1, 1), (5, 5), (24, 24), (99, 24)])
-def test_the_batch_is_bounded(architecture, pair, groups, max_batch, largest):
-    head = CountingHead()
-    engine = EmbeddedEngine(architecture(), replace(rollout_formats(FP8, 2), head=head), max_batch)
-    engine.update(pair.trainer.export(), pair.scales, 0)
-    found = [c for finished in engine.generate(groups, replace(ENDLESS, max_new_tokens=2)) for c in finished]
-    assert max(head.rows) == largest
-    assert sorted((c.group, c.sample) for c in found) == [(g, s) for g in range(6) for s in range(4)]
 
 
 def pieces(engine, groups, lengths):

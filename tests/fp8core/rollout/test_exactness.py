@@ -13,7 +13,6 @@ from fp8core.models.architecture import Experts
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.numerics.recipe import RECIPES
 from fp8core.numerics.rotary import YarnScaling
-from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
 
@@ -198,25 +197,3 @@ def test_training_keeps_it(architecture, pair_of, ragged_prompts, groups_of, con
         layers = scales_from_statistics(scored.statistics.amax(), 2.0, CONTRACTS[contract].recipe.cache)
         pair = replace(pair, scales=PolicyScales(version + 1, tuple(layers)))
         pair.engine.update(pair.trainer.export(), pair.scales, version + 1)
-
-
-def test_the_metrics_say_so(architecture, pair_of, ragged_prompts, groups_of):
-    found = metrics(pair_of(FP8, architecture()), ragged_prompts, groups_of)
-    assert (found["token_mult_prob_error"], found["tokens_differing"]) == (1.0, 0.0)
-
-
-def test_fp8_rollout_with_bf16_training_differs(architecture, pair_of, ragged_prompts, groups_of):
-    contract = PrecisionContract(training=TrainingPrecision(linear="bf16", kv_cache="bf16"))
-    found = metrics(pair_of(contract, architecture()), ragged_prompts, groups_of)
-    assert 1.001 < found["token_mult_prob_error"] < 1.1
-    assert found["tokens_differing"] > 0.9 * found["tokens"]
-
-
-def metrics(pair, ragged_prompts, groups_of):
-    groups = groups_of(ragged_prompts(8, 40), 4)
-    found = pair.generate(groups, Sampling(1.0, 6, STOP))
-    tokens = [completion.tokens for completion in found]
-    prompts = list(itertools.chain.from_iterable([group.prompt] * 4 for group in groups))
-    scored = pair.trainer.logprobs(TokenBatch.of(prompts, tokens), 1.0, pair.scales.layers).logprobs
-    rollout = pad([completion.logprobs for completion in found], torch.float32, 0.0)
-    return alignment_metrics(scored, rollout, length_mask(tokens))

@@ -68,16 +68,6 @@ def test_a_replay_asks_nobody_and_no_file_has_the_key(loop_run, server, monkeypa
     assert main(["verify", str(run.folder)]) == 0
 
 
-def test_replies_about_groups_that_are_generated_again_are_recorded_too(loop_run, server):
-    server.reply = lambda text, before: f"Score: {int(tenths(text)[-1] in '01')}"
-    refill = {"rollout.refill": {"max_batches": 3}, "rollout.group_size": 4}
-    run = loop_run("refilled", steps=2, reward=reward(server), **refill)
-    assert run.store.get_table(run.ledger.artifacts(2)["dropped"]).num_rows
-    before = len(server.bodies)
-    assert [verdict.outcome for verdict in run.replayed(range(1, 3))] == ["equal"] * 2
-    assert len(server.bodies) == before
-
-
 @pytest.mark.parametrize("mode", ["one_step_off", "asynchronous"])
 def test_equal_requests_of_a_step_have_one_reply_of_a_judge_that_changes_its_mind(loop_run, server, tmp_path, mode):
     """Steps repeat prompts and completions, also those that the step before asked about."""

@@ -23,14 +23,3 @@ def test_a_replay_scores_again_and_says_so_if_the_weights_differ(loop_run, tmp_p
     assert verdict.outcome == "different"
     assert verdict.causes[0].startswith("executed differs: reward.weights ")
     assert verdict.difference[1].startswith("row 0, column reward: ")
-
-
-def test_an_episode_ends_by_a_reward_model(loop_run, tmp_path, bpe_tokenizer, digits):
-    folder = save_reward_model(tmp_path / "model", bpe_tokenizer)
-    environment = {"name": f"{digits}:Digits", "max_turns": 12, "turn_tokens": 3}
-    settings = {"rollout.max_new_tokens": 28, "rollout.group_size": 4, "rollout.prompts_per_step": 2}
-    other = {"name": "taste", "verifier": "reward_model", "options": {"model": str(folder)}}
-    run = loop_run("talked", steps=1, environment=environment, reward={"others": [other]}, **settings)
-    rewards = run.store.get_table(run.ledger.artifacts(1)["rewards"])
-    assert any(rewards["score_taste"].to_pylist())
-    assert [verdict.outcome for verdict in run.replayed(range(2))] == ["equal"] * 2

@@ -1,8 +1,8 @@
-"""Metrics are of the tokens that they are said to be of, and a failure leaves the process as it was."""
+"""A difference is told of the turns that wrote its tokens."""
 
 import pyarrow as pa
 
-from fp8core.metrics.episodes import mismatch_by_turn, turn_metrics
+from fp8core.metrics.episodes import mismatch_by_turn
 
 
 def test_a_difference_is_told_of_the_turns_that_wrote_its_tokens():
@@ -31,21 +31,3 @@ def test_a_difference_is_told_of_the_turns_that_wrote_its_tokens():
         "alignment/tokens_differing_turn_2_3": 3.0,
         "alignment/tokens_differing_turn_4_7": 1.0,
     }
-
-
-def turn(sample, number, begin=0, end=0, observation_end=0, **told):
-    place = {"group": 0, "sample": sample, "turn": number, "begin": begin, "end": end}
-    return {**place, "observation_end": observation_end, "calls": "", "malformed": "", "failed": 0, "info": "", **told}
-
-
-def metrics_of(turns):
-    samples = sorted({row["sample"] for row in turns})
-    tokens = [[-1.0] * max(row["observation_end"] for row in turns if row["sample"] == sample) for sample in samples]
-    scored = pa.table({"logprobs": pa.array(tokens, pa.list_(pa.float32())), "finish": ["stop"] * len(samples)})
-    return turn_metrics(pa.Table.from_pylist(turns), scored, scored, {})
-
-
-def test_numbers_of_an_environment_are_means_over_the_turns_that_told_them():
-    first = [turn(0, 0), turn(0, 1, 0, 1, 2, info='{"length": 1}'), turn(0, 2, 2, 3, 3, info='{"length": 2}')]
-    second = [turn(1, 0), turn(1, 1, 0, 1, 1, info='{"length": 6}')]
-    assert metrics_of([*first, *second])["environment/info_length"] == 3

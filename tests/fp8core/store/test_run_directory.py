@@ -1,43 +1,11 @@
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
 
 from fp8core.store.artifacts import Ref, RolloutShards
-from fp8core.store.ledger import CheckpointEntry, SegmentEntry, StepEntry, TaskEntry
+from fp8core.store.ledger import CheckpointEntry, StepEntry
 from fp8core.store.run_directory import RunDirectory
-
-SEGMENT = SegmentEntry(pid=1, host="h", code_version="c", started=1.0)
-TASK = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=1.0, seconds=1.0)
-
-
-def test_a_run_is_created_and_opened_again(tmp_path: Path) -> None:
-    root = tmp_path / "runs" / "first"
-    with RunDirectory.create_or_open(root) as run:
-        assert run.path == root
-        assert run.description() is None
-        written = run.write_description({"seed": 1, "data": {"source": "chain"}}, "code")
-        ref = run.store.put_json("notes", {"version": 0})
-        run.ledger.append(SEGMENT)
-        run.write_text("manifests/00000.json", "{}")
-    assert sorted(path.name for path in root.iterdir()) == [
-        "artifacts",
-        "checkpoints",
-        "ledger.jsonl",
-        "lock",
-        "manifests",
-        "run.json",
-        "shards",
-    ]
-    with RunDirectory.create_or_open(root) as run:
-        assert run.description() == written
-        assert written.config == {"seed": 1, "data": {"source": "chain"}}
-        assert written.code_version == "code"
-        assert datetime.fromisoformat(written.created).tzinfo is not None
-        assert run.store.get_json(ref) == {"version": 0}
-        assert run.ledger.segments() == [SEGMENT]
-        assert (run.path / "manifests/00000.json").read_text() == "{}"
 
 
 def test_a_checkpoint_that_was_killed_before_its_line_is_swept_on_opening(tmp_path: Path) -> None:

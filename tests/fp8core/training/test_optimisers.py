@@ -73,17 +73,6 @@ def test_muon_is_its_formula_in_double_precision(shape):
     assert (by_muon(shape) - master).norm() < 5e-5 * moved
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_muon_is_that_of_torch_but_for_its_bf16(shape):
-    expected = torch.ones(shape, requires_grad=True)
-    settings = {"lr": RATE, "weight_decay": 0.1, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
-    optimiser = torch.optim.Muon([expected], **settings)
-    for gradient in gradients_of(shape):
-        expected.grad = gradient.clone()
-        optimiser.step()
-    assert (by_muon(shape) - expected).norm() < 0.02 * (expected - 1).norm()
-
-
 def test_an_update_has_the_same_bytes_for_any_number_of_threads():
     matrix, threads = torch.randn(33, 5001, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
     try:
