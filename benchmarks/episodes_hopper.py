@@ -326,23 +326,17 @@ def steps_row(steps: Sequence[tuple[int, float]]) -> Row:
 
 def episode_table(rows: Sequence[Row]) -> str:
     """Single turns, then ten, one line a measurement."""
-    lines, worker = list[list[str]](), ""
+    lines, engine = list[list[str]](), ""
     for row in rows:
         if "processors" in row:
-            own = any(each["process"] == "VLLM::Worker" for each in row["processors"])
-            worker = "vLLM, worker " + ("beside the core" if own else "inside the core")
-            worker = "SGLang" if row.get("engine") == "sglang" else worker
+            engine = "SGLang" if row.get("engine") == "sglang" else "vLLM"
         speed = f"{row.get('tokens_per_s', 0.0):,.0f}"
         if row["kind"] == "single_turn":
-            lines.append([_gpu(row), worker, f"one, {row['prompt']} + {row['generated']} tokens", speed, ""])
+            lines.append([engine, f"one, {row['prompt']} + {row['generated']} tokens", speed, ""])
         elif row["kind"] == "episodes":
             late = f"{row['turns']}, answers after up to {1000 * row['latest_answer_seconds']:.0f} ms"
-            lines.append([_gpu(row), worker, late, speed, f"{row['share_of_equal_work']:.2f}"])
-    return table(("GPU", "engine", "turns", "tokens/s", "of equal work"), lines)
-
-
-def _gpu(row: Row) -> str:
-    return str(row["hardware"]["gpu"]).split()[1]
+            lines.append([engine, late, speed, f"{row['share_of_equal_work']:.2f}"])
+    return table(("engine", "turns", "tokens/s", "of equal work"), lines)
 
 
 def measure_exactness(rows: RowFile, options: argparse.Namespace) -> None:

@@ -267,7 +267,7 @@ def step_table(rows: Sequence[Row]) -> str:
         ("model", "precision", "GPUs", "mode", "old log-probs", "tokens/s/GPU", *parts, "error"),
         (
             (
-                f"{MODELS.get(row['model'], row['model'])}, {row['layers']} layers",
+                MODELS.get(row["model"], row["model"]),
                 row["precision"],
                 f"{row['gpus']} {row['hardware'].get('gpu', 'CPU').removeprefix('NVIDIA ').split()[0]}",
                 row["mode"] + (f", {row['staleness']}" if row["staleness"] else ""),

@@ -124,19 +124,14 @@ def learning_tables(rows: Sequence[Row]) -> list[str]:
         heldout = " -> ".join(f"{each['heldout'][place]:.3f}" for place in (0, len(each["heldout"]) // 4, -1))
         if each["name"] not in FAULTS:
             ends = f"{fmean(rewards[:_LAST]):.3f} -> {fmean(rewards[-_LAST:]):.3f}"
-            cells = (f"{last[name]:.{digits}f}" for name, digits in (("signal", 2), ("entropy", 3), ("clipped", 4)))
-            learned.append([each["name"], ends, heldout, *cells])
+            learned.append([each["name"], ends, heldout, f"{last['signal']:.2f}", f"{last['entropy']:.3f}"])
         if each["name"] in FAULTS or each["diagnosis"]:
-            cells = (f"{last[name]:.2f}" for name in ("signal", "right", "unparsed", "cut_off", "gradient"))
-            faults.append(
-                [each["name"], heldout, *cells, f"{last['error']:.6g}", (each["diagnosis"] or "none").partition(":")[0]]
-            )
+            cells = (f"{last[name]:.2f}" for name in ("signal", "right"))
+            faults.append([each["name"], heldout, *cells, (each["diagnosis"] or "none").partition(":")[0]])
     held_out = "held-out, first, after a quarter, last"
     return [
-        table(
-            ["setting", "reward, first 10 -> last 10", held_out, "groups with a signal", "entropy", "clipped"], learned
-        ),
-        table(["fault", held_out, "signal", "right", "unparsed", "cut off", "gradient", "error", "diagnosis"], faults),
+        table(["setting", "reward, first 10 -> last 10", held_out, "groups with a signal", "entropy"], learned),
+        table(["fault", held_out, "signal", "right", "diagnosis"], faults),
     ]
 
 

@@ -97,12 +97,8 @@ def measured() -> dict[str, Any]:
         "nats": {row["scale_rule"]: row["parts"]["all"]["nats"] for row in stored("parts_kl") if row["texts"] >= 512},
         "large": {name: {"steps": len(row["tmpe"]), "error": max(row["tmpe"])} for name, row in once.items()},
         "fp8_seconds": (fp8 := steps["fp8_end_to_end_kv", "training"]),
-        "step": {
-            source: {"seconds": steps["bf16", source], "ratio": steps["bf16", source] / fp8}
-            for source in ("training", "pass")
-        },
-        "rest": {name: _rest(row) for name, row in once.items()},
-        "rollouts": [_rollout_speeds(shape) for shape in list(SHAPES.values())[:2]],
+        "step": {"seconds": (bf16 := steps["bf16", "training"]), "ratio": bf16 / fp8},
+        "rollouts": _rollout_speeds(next(iter(SHAPES.values()))),
         "load": _load_speeds(),
         "training": _training_ratios(),
         "resumed": max(row["seconds"] for row in stored("durability_costs") if row["kind"] == "resume"),
@@ -299,11 +295,6 @@ def _large() -> dict[tuple[str, str], Row]:
         row for row in stored("large_ledger") if row["kind"] == "step_ledger" and row.get("engine", "vllm") == "vllm"
     )
     return {(row["variant"], row["logprobs"]): row for row in rows}
-
-
-def _rest(row: Row) -> float:
-    seconds = row["seconds"]
-    return 1 - statistics.fsum(seconds.get(part, 0.0) for part in ("rollout", "logprobs", "train")) / seconds["wall"]
 
 
 if __name__ == "__main__":
