@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from fp8core.config.training import OptimiserConfig, TrainingConfig
 from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_files import StoredSpec, create_file, write_rows
-from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, stored_weights
+from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, layer_of, stored_weights
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.elementwise import KERNELS
@@ -116,8 +117,12 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         own = self._masters.named()
         if self._ranks.count == 1:
             return own
-        whole = self._masters.joined({name: rows.bfloat16() for name, rows in own.items()})
-        return {name: tensor.cpu() for name, tensor in whole.items() if self._ranks.rank == 0}
+        whole = dict[str, Tensor]()
+        for _, names in groupby(own, layer_of):
+            # A whole policy would not fit on a GPU beside an engine that is awake.
+            layer = self._masters.joined({name: own[name].bfloat16() for name in names})
+            whole |= {name: tensor.cpu() for name, tensor in layer.items() if self._ranks.rank == 0}
+        return whole
 
     def store_weights(self, store: ArtifactStore) -> Ref:
         assert self._ranks.count == 1, "one rank trains the warm start, and has all in FP32"
