@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from fp8core.numerics.e4m3 import Codes
+from fp8core.numerics.grouped import ExpertRows
 from fp8core.numerics.recipe import TILE
 
 DEEP_GEMM_DISTRIBUTIONS = ("deep_gemm", "vllm", "sgl-deep-gemm")
@@ -33,6 +34,46 @@ def forward_gemm(x: Codes, weight: Codes) -> Tensor:
     # Scales stay FP32 on Hopper; the cast is for later hardware.
     library.fp8_gemm_nt(x, weight, y, disable_ue8m0_cast=True)
     return y
+
+
+def grouped_gemm(x: Codes, weights: Codes, rows: ExpertRows) -> Tensor:
+    y = torch.empty(x[0].shape[0], weights[0].shape[1], dtype=torch.bfloat16, device=x[0].device)
+    # Of rows that belong to no expert nothing is multiplied: zeros are written.
+    _grouping_library(y.device).m_grouped_fp8_gemm_nt_contiguous(x, weights, y, rows.owners, disable_ue8m0_cast=True)
+    return y
+
+
+def grouped_bf16_gemm(x: Tensor, weights: Tensor, rows: ExpertRows) -> Tensor:
+    y = torch.empty(x.shape[0], weights.shape[1], dtype=torch.bfloat16, device=x.device)
+    _grouping_library(y.device).m_grouped_bf16_gemm_nt_contiguous(x, weights, y, rows.owners)
+    return y
+
+
+def grouped_bf16_input_gradient(grad: Tensor, weights: Tensor, rows: ExpertRows) -> Tensor:
+    of_input = torch.empty(grad.shape[0], weights.shape[2], dtype=torch.bfloat16, device=grad.device)
+    _grouping_library(grad.device).m_grouped_bf16_gemm_nn_contiguous(grad, weights, of_input, rows.owners)
+    return of_input
+
+
+def grouped_weight_gradient(grad: Codes, x: Codes, rows: ExpertRows, total: Tensor) -> Tensor:
+    library, counts = _grouping_library(total.device), rows.counts
+    tokens = sum(counts)
+    columns = [(codes.view(-1)[: len(codes) * tokens], scales[:, : tokens // TILE]) for codes, scales in (grad, x)]
+    library.k_grouped_fp8_gemm_nt_contiguous(*columns, total, counts, rows.sizes, total, (1, 1, TILE), "mn")
+    return total
+
+
+def grouped_bf16_weight_gradient(grad: Tensor, x: Tensor, rows: ExpertRows, total: Tensor) -> Tensor:
+    library, counts = _grouping_library(total.device), rows.counts
+    tokens = sum(counts)
+    library.k_grouped_bf16_gemm_tn_contiguous(grad[:tokens], x[:tokens], total, counts, rows.sizes, total, "mn")
+    return total
+
+
+def _grouping_library(device: torch.device) -> Any:
+    library = _deep_gemm_on(device)
+    assert library is not None, "experts need DeepGEMM"
+    return library
 
 
 def weight_gradient_gemm(grad: Codes, x: Codes, total: Tensor | None = None) -> Tensor:

@@ -170,7 +170,7 @@ def _norm_column_codes_kernel(
     c = _normed_quarter(total, inverses, scale, row + 2, column, rows, columns)
     d = _normed_quarter(total, inverses, scale, row + 3, column, rows, columns)
     store_columns(
-        a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch,
+        a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch, None,
         pow2, tile,
     )  # fmt: skip
 

@@ -161,9 +161,10 @@ def quarters_of_tile(across: tl.tensor, down: tl.tensor, tile: tl.constexpr) -> 
 def store_columns(
     a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, across: tl.tensor, down: tl.tensor, column_words: tl.tensor,
     column_scales: tl.tensor, columns: tl.tensor, column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor,
-    pow2: tl.constexpr, tile: tl.constexpr,
+    spans: tl.tensor, pow2: tl.constexpr, tile: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Quantise the quarters a, b, c, d of a tile (FP32 [tile / 4, tile], finite, zero outside) by columns."""
+    """Quantise the quarters a, b, c, d of a tile (FP32 [tile / 4, tile], finite, zero outside) by columns. With `spans`
+    those of a part lie together."""
     column, _row = quarters_of_tile(across, down, tile)
     largest = larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
     scale, inverse = scale_and_inverse(tl.reduce(largest, 0, larger), _GRADIENT_FLOOR, pow2)
@@ -172,7 +173,13 @@ def store_columns(
     low = _byte(a, scale, inverse, pow2) | (_byte(b, scale, inverse, pow2) << 8)
     high = _byte(c, scale, inverse, pow2) | (_byte(d, scale, inverse, pow2) << 8)
     words = tl.trans(low | (high << 16))
-    word = down.to(tl.int64) * (tile // 4) + tl.arange(0, tile // 4)
+    quarter: tl.constexpr = tile // 4
+    if spans is not None:
+        first = tl.load(spans + 2 * down)
+        column_words += first.to(tl.int64) * quarter * columns
+        column_word_pitch = tl.load(spans + 2 * down + 1) * quarter
+        down -= first
+    word = down.to(tl.int64) * quarter + tl.arange(0, quarter)
     inside = (column < columns)[:, None] & (word < column_word_pitch)[None, :]
     tl.store(column_words + column[:, None] * column_word_pitch + word[None, :], words, mask=inside)
 
@@ -182,7 +189,7 @@ def store_tile(
     a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, across: tl.tensor, down: tl.tensor, row_codes: tl.tensor,
     row_scales: tl.tensor, column_words: tl.tensor, column_scales: tl.tensor, not_finite: tl.tensor, rows: tl.tensor,
     columns: tl.tensor, row_scale_pitch: tl.tensor, column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor,
-    floor: tl.constexpr, pow2: tl.constexpr, columns_pow2: tl.constexpr, tile: tl.constexpr,
+    spans: tl.tensor, floor: tl.constexpr, pow2: tl.constexpr, columns_pow2: tl.constexpr, tile: tl.constexpr,
 ) -> None:  # fmt: skip
     """Quantise quarters a, b, c, d (FP32 [tile / 4, tile], zero outside) by rows (with `floor`) and by columns."""
     column, row = quarters_of_tile(across, down, tile)
@@ -197,7 +204,7 @@ def store_tile(
     tl.store(row_scales + across.to(tl.int64) * row_scale_pitch + every_row, scale, mask=every_row < rows)
     report(not_finite, amax)
     store_columns(
-        a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch,
+        a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch, spans,
         columns_pow2, tile,
     )  # fmt: skip
 
@@ -251,10 +258,10 @@ class TileCodes(NamedTuple):
     def tiles(self) -> tuple[int, int]:
         return self.by_row.scales.shape[0], self.by_column.scales.shape[0]
 
-    def arguments(self, not_finite: Tensor) -> tuple[Any, ...]:
+    def arguments(self, not_finite: Tensor, spans: Tensor | None) -> tuple[Any, ...]:
         (codes, scales), words, column_scales = self.by_row, self.by_column.words, self.by_column.scales
         pitches = scales.stride(0), words.stride(0), column_scales.stride(0)
-        return codes, scales, words, column_scales, not_finite, *codes.shape, *pitches
+        return codes, scales, words, column_scales, not_finite, *codes.shape, *pitches, spans
 
     def result(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         return self.by_row.result(), self.by_column.result(self.by_row.codes.shape[0])
@@ -307,8 +314,8 @@ def _load(x: tl.tensor, row: tl.tensor, column: tl.tensor, rows: tl.tensor, colu
 def _rows_and_columns_kernel(
     x: tl.tensor, row_codes: tl.tensor, row_scales: tl.tensor, column_words: tl.tensor, column_scales: tl.tensor,
     not_finite: tl.tensor, rows: tl.tensor, columns: tl.tensor, row_scale_pitch: tl.tensor,
-    column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor, floor: tl.constexpr, pow2: tl.constexpr,
-    columns_pow2: tl.constexpr, tile: tl.constexpr,
+    column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor, spans: tl.tensor, floor: tl.constexpr,
+    pow2: tl.constexpr, columns_pow2: tl.constexpr, tile: tl.constexpr,
 ) -> None:  # fmt: skip
     across, down = tl.program_id(0), tl.program_id(1)
     column, row = quarters_of_tile(across, down, tile)
@@ -318,7 +325,7 @@ def _rows_and_columns_kernel(
     d = _load(x, row + 3, column, rows, columns)
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
-        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, columns_pow2, tile,
+        row_scale_pitch, column_word_pitch, column_scale_pitch, spans, floor, pow2, columns_pow2, tile,
     )  # fmt: skip
 
 
@@ -335,14 +342,15 @@ def row_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> 
 
 
 def row_and_column_codes(
-    x: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
+    x: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None, spans: Tensor | None = None
 ) -> tuple[Codes, Codes]:
     x = _checked(x)
     out = TileCodes.empty(x.shape[0], x.shape[1], x.device)
     with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
         _rows_and_columns_kernel[out.tiles](
-            x, *out.arguments(not_finite), *rows_and_columns(rows, columns), TILE, num_warps=8, maxnreg=_REGISTERS
-        )
+            x, *out.arguments(not_finite, spans), *rows_and_columns(rows, columns), TILE, num_warps=8,
+            maxnreg=_REGISTERS,
+        )  # fmt: skip
     return out.result()
 
 

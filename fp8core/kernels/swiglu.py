@@ -101,8 +101,8 @@ def _row_codes_kernel(
 def _codes_kernel(
     gate_up: tl.tensor, row_codes: tl.tensor, row_scales: tl.tensor, column_words: tl.tensor, column_scales: tl.tensor,
     not_finite: tl.tensor, rows: tl.tensor, columns: tl.tensor, row_scale_pitch: tl.tensor,
-    column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor, floor: tl.constexpr, pow2: tl.constexpr,
-    columns_pow2: tl.constexpr, tile: tl.constexpr,
+    column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor, spans: tl.tensor, floor: tl.constexpr,
+    pow2: tl.constexpr, columns_pow2: tl.constexpr, tile: tl.constexpr,
 ) -> None:  # fmt: skip
     across, down = tl.program_id(0), tl.program_id(1)
     column, row = quarters_of_tile(across, down, tile)
@@ -112,7 +112,7 @@ def _codes_kernel(
     d = _product(gate_up, row + 3, column, rows, columns).to(tl.float32)
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
-        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, columns_pow2, tile,
+        row_scale_pitch, column_word_pitch, column_scale_pitch, spans, floor, pow2, columns_pow2, tile,
     )  # fmt: skip
 
 
@@ -149,8 +149,8 @@ def _gradient_quarter(
 def _backward_codes_kernel(
     grad: tl.tensor, gate_up: tl.tensor, row_codes: tl.tensor, row_scales: tl.tensor, column_words: tl.tensor,
     column_scales: tl.tensor, not_finite: tl.tensor, rows: tl.tensor, columns: tl.tensor, row_scale_pitch: tl.tensor,
-    column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor, floor: tl.constexpr, pow2: tl.constexpr,
-    columns_pow2: tl.constexpr, tile: tl.constexpr,
+    column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor, spans: tl.tensor, floor: tl.constexpr,
+    pow2: tl.constexpr, columns_pow2: tl.constexpr, tile: tl.constexpr,
 ) -> None:  # fmt: skip
     of_up, across, down = tl.program_id(0) % 2, tl.program_id(0) // 2, tl.program_id(1)
     column, row = quarters_of_tile(across, down, tile)
@@ -162,7 +162,7 @@ def _backward_codes_kernel(
     across += of_up * (half // tile)
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
-        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, columns_pow2, tile,
+        row_scale_pitch, column_word_pitch, column_scale_pitch, spans, floor, pow2, columns_pow2, tile,
     )  # fmt: skip
 
 
@@ -189,13 +189,13 @@ def swiglu_row_codes(gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = 
 
 
 def swiglu_codes(
-    gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
+    gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None, spans: Tensor | None = None
 ) -> tuple[Codes, Codes]:
     gate_up, tokens, width = _halves(gate_up)
     out = TileCodes.empty(tokens, width, gate_up.device)
     rules = rows_and_columns(rows, columns)
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
-        _codes_kernel[out.tiles](gate_up, *out.arguments(not_finite), *rules, TILE, **_TILE_OPTIONS)
+        _codes_kernel[out.tiles](gate_up, *out.arguments(not_finite, spans), *rules, TILE, **_TILE_OPTIONS)
     return out.result()
 
 
@@ -211,17 +211,22 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward_codes(
-    grad: Tensor, gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
+    grad: Tensor,
+    gate_up: Tensor,
+    rows: Grouping,
+    columns: Grouping,
+    flag: FiniteFlag | None = None,
+    spans: Tensor | None = None,
 ) -> tuple[Codes, Codes]:
     gate_up, tokens, width = _halves(gate_up)
     # Where gate and up share a group of columns, one tile has both gradients: not worth a kernel.
     if width % TILE:
-        return row_and_column_codes(swiglu_backward(grad, gate_up), rows, columns, flag)
+        return row_and_column_codes(swiglu_backward(grad, gate_up), rows, columns, flag, spans)
     out = TileCodes.empty(tokens, 2 * width, gate_up.device)
     rules = rows_and_columns(rows, columns)
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
         _backward_codes_kernel[out.tiles](
-            grad.contiguous(), gate_up, *out.arguments(not_finite), *rules, TILE, **_TILE_OPTIONS
+            grad.contiguous(), gate_up, *out.arguments(not_finite, spans), *rules, TILE, **_TILE_OPTIONS
         )
     return out.result()
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from fp8core.numerics.elementwise import Rounding, RoundingPoints, swiglu
 from fp8core.numerics.gemm import aligned_gemm
-from fp8core.numerics.grouped import ExpertRows, grouped_product, weighted_sum
+from fp8core.numerics.grouped import expert_rows, gate_weights, gathered, grouped_product, top_k, weighted_sum
 from fp8core.numerics.linear import LinearFormat, LinearWeight
-from fp8core.numerics.logprobs import HeadWeight, log_softmax
+from fp8core.numerics.logprobs import HeadWeight
 
 # Marks positions of a replay at which the router chooses by itself.
 NO_ROUTE = -1
@@ -113,11 +113,6 @@ class ReplayedRouting:
         return torch.where(layer_experts == NO_ROUTE, top_k(logits, k), layer_experts)
 
 
-def top_k(logits: Tensor, k: int) -> Tensor:
-    """Indices of the k largest FP32 logits of a row, ascending, int64 [tokens, k]; of equal ones the lower index."""
-    return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(dim=-1).values
-
-
 def feed_forward(
     x: Tensor, weights: MlpWeights | ExpertWeights, formats: MlpFormats, layer: int | None, routing: Routing
 ) -> Tensor:
@@ -157,22 +152,15 @@ def router_logits(x: Tensor, router: HeadWeight) -> Tensor:
     return logits
 
 
-def gate_weights(logits: Tensor, experts: Tensor, normalise_top_k: bool) -> Tensor:
-    """Weight of each chosen expert, FP32 [tokens, k]; `normalise_top_k`: softmax over the chosen, else over all."""
-    if normalise_top_k:
-        return log_softmax(logits.gather(-1, experts), temperature=1.0).exp().float()
-    return log_softmax(logits, temperature=1.0).gather(-1, experts).exp().float()
-
-
 def mix(x: Tensor, experts: Sequence[MlpWeights], formats: MlpFormats, expert_ids: Tensor, gates: Tensor) -> Tensor:
     """Weighted sum of each token's experts, FP32 [tokens, hidden] like `x`.
 
     `expert_ids` (int64, ascending) and `gates` (FP32) are [tokens, k].
     """
-    rows = ExpertRows.of(expert_ids, len(experts))
+    rows = expert_rows(expert_ids, len(experts), multiple=1)
 
     def product(part: Tensor, expert: MlpWeights) -> Tensor:
         return mlp(part, expert, formats, formats.points.expert_activated)
 
-    outputs = grouped_product(product, rows.gathered(x).split(rows.counts), experts, rows.counts)
+    outputs = grouped_product(product, gathered(x, rows).split(rows.counts), experts, rows.counts)
     return formats.rounding(weighted_sum(outputs[rows.places], gates))

@@ -7,14 +7,14 @@ A quantised tensor is a pair: values on the E4M3 grid (in FP32) and scales: `x ~
 may be partial. An all-zero group has grid 0 and the floor's scale. NaN and infinity are refused (`GroupNotFinite`). A
 kernel sets a flag for them, and reading it waits for the device: a caller with a `FiniteFlag` checks it at the end."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.recipe import AMAX_FLOOR, E4M3_MAX, Grouping, ScaleRule
+from fp8core.numerics.recipe import AMAX_FLOOR, E4M3_MAX, TILE, Grouping, ScaleRule
 
 Codes = tuple[Tensor, Tensor]
 """float8_e4m3fn codes and FP32 scales."""
@@ -126,11 +126,29 @@ def row_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> 
 
 @with_kernel("quantise")
 def row_and_column_codes(
-    x: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
+    x: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None, spans: Tensor | None = None
 ) -> tuple[Codes, Codes]:
-    """`row_codes` of a tensor, and of its transpose: codes [columns, rows] and scales [columns, groups]."""
+    """`row_codes` of a tensor, and of its transpose: codes [columns, rows] and scales [columns, groups].
+
+    `spans`: int32 [groups, 2], the first group of rows of each one's part, and how many it has. The column codes of a
+    part then lie together (`column_parts`)."""
     wide = _finite_values(x, flag)
-    return _encode(quantise_rows(wide, rows)), _encode(quantise_columns(wide, columns))
+    codes, scales = _encode(quantise_columns(wide, columns))
+    if spans is not None:
+        firsts = spans[:, 0] == torch.arange(len(spans))
+        parts = codes.view(torch.uint8).split((spans[firsts, 1] * columns.columns).tolist(), dim=1)
+        codes = torch.cat([part.flatten() for part in parts]).view(codes.dtype).view(codes.shape)
+    return _encode(quantise_rows(wide, rows)), (codes, scales)
+
+
+def column_parts(columns: Codes, counts: Sequence[int]) -> list[Codes]:
+    """Column codes of so many rows each, [columns, rows] and their scales, of those that lie together by part."""
+    codes, scales = columns
+    width = codes.shape[0]
+    # Kernels have rows beyond all parts.
+    own = codes.view(-1)[: width * sum(counts)].split([width * count for count in counts])
+    of_groups = scales[:, : sum(counts) // TILE].split([count // TILE for count in counts], dim=1)
+    return [(part.view(width, count), each) for part, count, each in zip(own, counts, of_groups, strict=True)]
 
 
 @with_kernel("quantise")

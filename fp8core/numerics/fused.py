@@ -86,9 +86,9 @@ def swiglu_row_codes(gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = 
 
 @with_kernel("swiglu")
 def swiglu_codes(
-    gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
+    gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None, spans: Tensor | None = None
 ) -> tuple[Codes, Codes]:
-    return row_and_column_codes(swiglu(gate_up), rows, columns, flag)
+    return row_and_column_codes(swiglu(gate_up), rows, columns, flag, spans)
 
 
 @with_kernel("swiglu")
@@ -102,9 +102,14 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 @with_kernel("swiglu")
 def swiglu_backward_codes(
-    grad: Tensor, gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
+    grad: Tensor,
+    gate_up: Tensor,
+    rows: Grouping,
+    columns: Grouping,
+    flag: FiniteFlag | None = None,
+    spans: Tensor | None = None,
 ) -> tuple[Codes, Codes]:
-    return row_and_column_codes(swiglu_backward(grad, gate_up), rows, columns, flag)
+    return row_and_column_codes(swiglu_backward(grad, gate_up), rows, columns, flag, spans)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

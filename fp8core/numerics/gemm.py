@@ -159,9 +159,9 @@ def _add(product: Tensor, total: Tensor | None) -> Tensor:
 
 
 def transpose(weight: Codes) -> Codes:
-    """The tiles of W as those of W^T: nothing is quantised again."""
+    """The tiles of W, or of each of several, as those of W^T: nothing is quantised again."""
     codes, scales = weight
-    return codes.view(torch.uint8).t().contiguous().view(torch.float8_e4m3fn), scales.t().contiguous()
+    return codes.view(torch.uint8).mT.contiguous().view(torch.float8_e4m3fn), scales.mT.contiguous()
 
 
 def _code_gemm(left: Codes, right: Codes) -> Tensor:

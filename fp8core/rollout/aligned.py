@@ -20,14 +20,24 @@ from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.fused import HeadLayout, add_norm, add_norm_row_codes, norm_rotate, swiglu, swiglu_row_codes
 from fp8core.numerics.gemm import bf16_gemm, forward_gemm
+from fp8core.numerics.grouped import (
+    GROUP_MULTIPLE,
+    Operand,
+    choose_experts,
+    expert_rows,
+    gathered,
+    gathered_codes,
+    grouped_bf16_gemm,
+    grouped_gemm,
+    mixed,
+)
+from fp8core.numerics.packed import head_logits
 from fp8core.numerics.recipe import Recipe, recipe_of
 
 POINTS: Final = "kernels"
 """Rounding points of these decoders."""
 NAMES: Final = {family.hf_class: name for family in FAMILIES.values() if (name := family.aligned_class) is not None}
 """An engine's class -> the name of the one derived from it."""
-Operand = Tensor | Codes
-"""What a linear reads: BF16 values, or codes with their scales."""
 Attend = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """Attention of an engine's layer: of its module, Q, K and V [tokens, heads * head_dim], BF16."""
 
@@ -56,7 +66,7 @@ def is_aligned(description: Mapping[str, Any]) -> bool:
 
 
 class AlignedDecoder(nn.Module):
-    """The forward, to be mixed into a dense model of an engine before it; GPUs may share a layer (`joined`)."""
+    """The forward, to be mixed into a model of an engine before it; GPUs may share a dense layer (`joined`)."""
 
     model: Any
     cosines: Tensor
@@ -80,16 +90,23 @@ class AlignedDecoder(nn.Module):
         """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens] each."""
         total = self.model.embed_tokens(input_ids)
         delta = None
-        for layer in self.model.layers:
+        for index, layer in enumerate(self.model.layers):
             attention = layer.self_attn
             mlp = layer.mlp
             total, normed = self._add_norm(total, delta, layer.input_layernorm, attention.qkv_proj)
             attended = self._attention(attention, normed, positions, attend)
+            if index in self._arch.sparse_layers:
+                total, delta = self._mixed(total, attended, layer.post_attention_layernorm, mlp)
+                continue
             total, normed = self._add_norm(total, attended, layer.post_attention_layernorm, mlp.gate_up_proj)
             activated = self._activated(_multiply(normed, mlp.gate_up_proj), mlp.down_proj)
             delta = self.joined(_multiply(activated, mlp.down_proj))
         final: Tensor = add_norm(total, delta, self.model.norm.weight, self._arch.rms_norm_eps)[1]
         return final
+
+    def expert_weights(self, mlp: Any) -> tuple[Operand, Operand]:
+        """Of an engine's module: gate above up, [experts, 2 width, hidden], and down, [experts, hidden, width]."""
+        raise NotImplementedError
 
     def joined(self, part: Tensor) -> Tensor:
         """All columns, of which this GPU has computed a part."""
@@ -104,6 +121,24 @@ class AlignedDecoder(nn.Module):
             return add_norm_row_codes(*arguments, self.recipe.activations, self._flag)
         total, normed, _inverse = add_norm(*arguments)
         return total, normed
+
+    def _mixed(self, x: Tensor, delta: Tensor, norm: Any, mlp: Any) -> tuple[Tensor, Tensor]:
+        """As `training.packed.experts` computes a layer's second half."""
+        experts = self._arch.experts
+        assert experts is not None, "a dense layer"
+        gate_up, down = self.expert_weights(mlp)
+        total, normed, _inverse = add_norm(x, delta, norm.weight, self._arch.rms_norm_eps)
+        logits = KERNELS.routed(head_logits(normed, mlp.gate.weight))
+        chosen, gates = choose_experts(logits, experts.per_token, experts.normalise_top_k)
+        rows = expert_rows(chosen, experts.count, GROUP_MULTIPLE)
+        if isinstance(gate_up, Tensor):
+            assert isinstance(down, Tensor), "experts of two formats"
+            inner = grouped_bf16_gemm(gathered(normed, rows), gate_up, rows)
+            return total, mixed(grouped_bf16_gemm(swiglu(inner), down, rows), rows, gates)
+        assert not isinstance(down, Tensor), "experts of two formats"
+        quantiser = self.recipe.activations, self._flag
+        inner = grouped_gemm(gathered_codes(row_codes(normed, *quantiser), rows), gate_up, rows)
+        return total, mixed(grouped_gemm(swiglu_row_codes(inner, *quantiser), down, rows), rows, gates)
 
     def _activated(self, inner: Tensor, linear: Any) -> Operand:
         if _multiplies_codes(linear):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fp8core.config.capability import this_platform
 from fp8core.config.engines import VllmConfig
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, Experts
 from fp8core.numerics.attention import HEAD_DIMS
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.fused import static_codes
@@ -59,13 +59,20 @@ PARTIAL = replace(
     **{"family": "llama", "hidden_size": 576, "intermediate_size": 1500},
     **{"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
 )
+SPARSE = replace(
+    ARCH,
+    family="qwen3_moe",
+    experts=Experts(
+        count=16, per_token=4, intermediate_size=256, normalise_top_k=True, sparse_step=1, dense_layers=(1,)
+    ),
+)
 
 
 def read(done: Completion) -> tuple[list[int], list[float]]:
     return done.tokens, done.logprobs
 
 
-@pytest.fixture(scope="module", params=[(ARCH, 1), (PARTIAL, 1), (ARCH, 2)], ids=["whole", "partial", "two GPUs"])
+@pytest.fixture(scope="module", params=[(ARCH, 1), (PARTIAL, 1), (SPARSE, 1), (ARCH, 2)])
 def case(request: pytest.FixtureRequest) -> tuple[Architecture, int]:
     """A decoder, and the GPUs that share its layers in the engine; the trainer has one."""
     arch, gpus = request.param
@@ -178,7 +185,8 @@ def test_other_weights_are_noticed(
     engine: Any, alone: Completion, tensors: dict[str, Tensor], temperature: float
 ) -> None:
     """An update under captured graphs reaches norms, linears and head; what was there before comes back."""
-    for name in ("model.layers.3.input_layernorm.weight", "model.layers.2.mlp.down_proj.weight", "lm_head.weight"):
+    down = next(name for name in tensors if name.startswith("model.layers.2.") and name.endswith("down_proj.weight"))
+    for name in ("model.layers.3.input_layernorm.weight", down, "lm_head.weight"):
         weight = tensors[name]
         other = weight * 1.5 if weight.dim() == 1 else weight.view(torch.uint8).flip(0).view(weight.dtype)
         changed = {**tensors, name: other}

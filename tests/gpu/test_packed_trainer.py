@@ -16,13 +16,25 @@ from fp8core.cluster.transport import GroupRanks, Rendezvous
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import rollout_formats, training_formats
-from fp8core.numerics.e4m3 import row_and_column_codes, row_codes, tile_codes
-from fp8core.numerics.gemm import forward_gemm, input_gradient_gemm, transpose, weight_gradient_gemm
+from fp8core.numerics.e4m3 import column_parts, row_and_column_codes, row_codes, tile_codes
+from fp8core.numerics.gemm import bf16_gemm, forward_gemm, input_gradient_gemm, transpose, weight_gradient_gemm
+from fp8core.numerics.grouped import (
+    GROUP_MULTIPLE,
+    choose_experts,
+    expert_rows,
+    gathered,
+    gathered_codes,
+    grouped_bf16_gemm,
+    grouped_bf16_input_gradient,
+    grouped_bf16_weight_gradient,
+    grouped_gemm,
+    grouped_weight_gradient,
+)
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.recipe import RECIPES, Recipe
+from fp8core.numerics.recipe import FP32_ACTIVATIONS, RECIPES, Recipe
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
@@ -53,7 +65,15 @@ PARTIAL = replace(
     **{"family": "qwen2", "hidden_size": 192, "intermediate_size": 480},
     **{"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
 )
-ARCHES = pytest.mark.parametrize("arch", [ARCH, PARTIAL], ids=["whole tiles", "partial tiles"])
+# One dense layer, and two of eight experts.
+SPARSE = replace(
+    ARCH,
+    family="qwen3_moe",
+    experts=Experts(
+        count=8, per_token=2, intermediate_size=256, normalise_top_k=True, sparse_step=1, dense_layers=(1,)
+    ),
+)
+ARCHES = pytest.mark.parametrize("arch", [ARCH, PARTIAL, SPARSE], ids=["whole tiles", "partial tiles", "experts"])
 SCALES = [LayerScales(2.0**-6, 2.0**-6, 2.0**-7)] * ARCH.num_layers
 
 
@@ -147,6 +167,57 @@ def test_gemms_are_near_their_references_and_do_not_depend_on_the_rows(
         assert (mine.cpu().double() - reference.double()).norm() < 5e-3 * reference.double().norm()
 
 
+@pytest.mark.parametrize(("count", "k", "tokens"), [(8, 2, 700), (128, 8, 300), (8, 1, 1)])
+def test_grouped_gemms_are_those_of_each_expert(count: int, k: int, tokens: int) -> None:
+    """Forward and wgrad have the bytes of an expert's own product, in BF16 as well; no row depends on the others."""
+    recipe, generator = FP32_ACTIVATIONS, torch.Generator(CUDA).manual_seed(0)
+    x, grad, weights = (
+        torch.randn(shape, generator=generator, device=CUDA).bfloat16()
+        for shape in ((tokens, 512), (tokens, 384), (count, 384, 512))
+    )
+    logits = torch.randn(tokens, count, generator=generator, device=CUDA)
+    logits[:, 3] = -9.0
+    chosen, _ = choose_experts(logits, k, True)
+    by_expert = expert_rows(chosen, count, GROUP_MULTIPLE)
+    made = [tile_codes(weight, recipe.weights) for weight in weights]
+    stacked = (
+        torch.stack([codes.view(torch.uint8) for codes, _ in made]).view(torch.float8_e4m3fn),
+        torch.stack([scales for _, scales in made]),
+    )
+    codes = row_codes(x, recipe.activations)
+    found = grouped_gemm(gathered_codes(codes, by_expert), stacked, by_expert)
+    in_bf16 = grouped_bf16_gemm(gathered(x, by_expert), weights, by_expert)
+    for token in {0, tokens // 2, tokens - 1}:
+        one = row_codes(x[token : token + 1], recipe.activations)
+        for place, expert in zip(by_expert.places[token].tolist(), chosen[token].tolist(), strict=True):
+            assert torch.equal(found[place], forward_gemm(one, made[expert])[0])
+            assert torch.equal(in_bf16[place], bf16_gemm(x[token : token + 1], weights[expert])[0])
+    assert not found[sum(by_expert.counts) :].any()
+
+    columns = [
+        row_and_column_codes(gathered(each, by_expert), recipe.gradients, recipe.tokens, None, by_expert.spans)[1]
+        for each in (grad, x)
+    ]
+    total = torch.ones(count, 384, 512, device=CUDA)
+    grouped_weight_gradient(columns[0], columns[1], by_expert, total)
+    plain = grouped_bf16_weight_gradient(
+        gathered(grad, by_expert), gathered(x, by_expert), by_expert, torch.ones_like(total)
+    )
+    parts = zip(*(column_parts(each, by_expert.counts) for each in columns), strict=True)
+    for expert, (of_grad, of_x) in enumerate(parts):
+        own = torch.ones(384, 512, device=CUDA)
+        if of_x[0].shape[1]:
+            weight_gradient_gemm(of_grad, (of_x[0], of_x[1]), own)
+        assert torch.equal(total[expert], own), expert
+        members = (chosen == expert).any(-1)
+        exact_sum = grad[members].double().t() @ x[members].double() + 1
+        assert (plain[expert].double() - exact_sum).norm() <= 1e-5 * exact_sum.norm(), expert
+    of_input = grouped_bf16_input_gradient(gathered(grad, by_expert), weights, by_expert)
+    place, expert = int(by_expert.places[0, 0]), int(chosen[0, 0])
+    nearest = grad[0].double() @ weights[expert].double()
+    assert (of_input[place].double() - nearest).norm() < 5e-3 * nearest.norm()
+
+
 @ARCHES
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_log_probs_are_near_those_of_the_exact_trainer(name: str, arch: Architecture) -> None:
@@ -177,14 +248,15 @@ def test_log_probs_do_not_depend_on_the_pack(name: str, arch: Architecture) -> N
         print(f"{name}: {differ} of {int((~together.isnan()).sum())} log-probs depend on the pack")
 
 
+@pytest.mark.parametrize("arch", [ARCH, SPARSE], ids=["dense", "experts"])
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_three_steps_are_the_same_twice(name: str) -> None:
+def test_three_steps_are_the_same_twice(name: str, arch: Architecture) -> None:
     kept = CONTRACTS[name]
     scales = SCALES if kept.training.kv_cache == "fp8" else []
-    batch = batch_of(packed(kept).logprobs(rows(), 1.0, scales).logprobs, rows())
+    batch = batch_of(packed(kept, arch=arch).logprobs(rows(), 1.0, scales).logprobs, rows())
     digests = []
     for checkpointing in (False, False, True):
-        trainer = packed(kept, activation_checkpointing=checkpointing, optimiser={"state": "bf16"})
+        trainer = packed(kept, arch=arch, activation_checkpointing=checkpointing, optimiser={"state": "bf16"})
         digests.append([trainer.step(batch, 1.0, scales).digest for _ in range(3)])
     assert digests[0] == digests[1]
     assert digests[0] == digests[2], "with layers computed again"

@@ -61,6 +61,8 @@ def contract_refusals(contract: PrecisionContract, options: SglangConfig, build:
 def model_refusals(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> Iterator[str]:
     if options.model == "aligned":
         yield from aligned_shape_refusals(_ALIGNED, arch)
+        if arch.experts is not None:
+            yield f"{_ALIGNED}: it computes no experts; set rollout.engine to vllm"
     else:
         yield from family_of(arch).refusals("sglang", "rollout.engine=sglang")
         if arch.hidden_size % OUTPUT_MULTIPLE:

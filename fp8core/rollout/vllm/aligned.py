@@ -1,6 +1,6 @@
 """Models of vLLM that compute with the functions that train, so that both sides have the same log-probs bit for bit.
 
-The modules are those of vLLM's own Llama, Qwen2 and Qwen3; the forward is ours (`fp8core.rollout.aligned`).
+The modules are those of vLLM's own Llama, Qwen2, Qwen3 and Qwen3-MoE; the forward is ours (`fp8core.rollout.aligned`).
 
 Requests with one new token go through `kernels.decode_attention`, those with more through `kernels.sequence_attention`,
 which has the same bytes. A decode step is captured in a CUDA graph, so it reads only vLLM's own tensors and numbers in
@@ -24,6 +24,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -32,6 +33,7 @@ from fp8core.kernels.sequence_attention import Batch, Span, batches, shared_sequ
 from fp8core.numerics.attention import Queries
 from fp8core.numerics.e4m3 import Codes
 from fp8core.numerics.fused import HeadLayout
+from fp8core.numerics.grouped import Operand
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.packed import head_logits
 from fp8core.numerics.support import truncated
@@ -157,8 +159,9 @@ class AlignedForward(AlignedDecoder):
         config = vllm_config.model_config.hf_config
         arch = decoder_of(config)
         _, self._ranks = internals.layer_share()
-        for layer in self.model.layers:
-            for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+        for index, layer in enumerate(self.model.layers):
+            dense = () if index in arch.sparse_layers else (layer.mlp.down_proj,)
+            for linear in (layer.self_attn.o_proj, *dense):
                 # vLLM has made room for columns of every row; rows of all columns take as much.
                 for parameter in linear.parameters():
                     parameter.data = parameter.data.view(parameter.shape[0] // self._ranks, -1)
@@ -198,6 +201,15 @@ class AlignedForward(AlignedDecoder):
 
 class AlignedQwen3ForCausalLM(AlignedForward, Qwen3ForCausalLM):
     pass
+
+
+class AlignedQwen3MoeForCausalLM(AlignedForward, Qwen3MoeForCausalLM):
+    def expert_weights(self, mlp: Any) -> tuple[Operand, Operand]:
+        experts = mlp.experts.routed_experts
+        gate_up, down = experts.w13_weight, experts.w2_weight
+        if gate_up.dtype != torch.float8_e4m3fn:
+            return gate_up, down
+        return (gate_up, experts.w13_weight_scale_inv), (down, experts.w2_weight_scale_inv)
 
 
 class AlignedQwen2ForCausalLM(AlignedForward, Qwen2ForCausalLM):

@@ -83,6 +83,11 @@ def _possible_points(options: VllmConfig, build: EngineBuild) -> tuple[str, ...]
 def model_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
     if options.model == "aligned":
         yield from aligned_shape_refusals(_ALIGNED, arch)
+        if arch.experts is not None and arch.experts.intermediate_size % TILE:
+            yield (
+                f"{_ALIGNED}: experts of {arch.experts.intermediate_size} columns, which are no whole tiles of {TILE}; "
+                "set it to stock"
+            )
         family = family_of(arch)
         if family.heads_fill_hidden and with_whole_tiles(arch).num_heads * arch.head_dim != arch.hidden_size:
             yield (
@@ -162,6 +167,8 @@ def _options(config: RunConfig) -> VllmConfig:
 
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
     yield from contract_refusals(config.precision, config.rollout.vllm, find_build(node.platform, node.version))
+    if config.rollout.router_replay and config.rollout.vllm.model == "aligned":
+        yield f"rollout.router_replay with {_ALIGNED}: superfluous, as both sides choose alike; set it to false"
 
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:

@@ -183,7 +183,9 @@ def _cuda_arguments(
     if contract.rollout.linear == "fp8_block":
         # The aligned model multiplies by itself; vLLM's DeepGEMM refuses widths of its own choice.
         arguments["linear_backend"] = "triton" if options.model == "aligned" else "deep_gemm"
-    by_triton = contract.rollout.linear == "bf16" or options.batch_invariant or not _gathers(arch.hidden_size)
+    # Its weights stay as they are written, which the aligned model reads.
+    by_triton = options.model == "aligned" or contract.rollout.linear == "bf16" or options.batch_invariant
+    by_triton = by_triton or not _gathers(arch.hidden_size)
     if arch.experts is not None and by_triton:
         # DeepGEMM is chosen by the environment: asked for by name, it would be demanded of layers in BF16 as well.
         arguments["moe_backend"] = "triton"

@@ -18,8 +18,9 @@ from fp8core.config.precision import HeadFormat
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import rotary_frequencies
-from fp8core.models.experts import NO_ROUTE, top_k
+from fp8core.models.experts import NO_ROUTE
 from fp8core.numerics.elementwise import Rounding, keep_fp32
+from fp8core.numerics.grouped import top_k
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.training.megatron.conversion import padded_vocabulary
 

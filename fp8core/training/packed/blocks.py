@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8core.numerics import e4m3, fused, gemm
+from fp8core.numerics import e4m3, fused, gemm, grouped
 from fp8core.numerics.e4m3 import Codes, FiniteFlag
-from fp8core.numerics.grouped import Operand
+from fp8core.numerics.grouped import ExpertRows, Operand
 from fp8core.numerics.recipe import Recipe
 
 
@@ -65,7 +65,8 @@ class TilePadding(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """`transposed`: of codes. `filling`: of codes with zeros between them."""
+    """Of experts with another dimension before the others. `transposed`: of codes. `filling`: of codes with zeros
+    between them."""
 
     values: Operand
     transposed: Codes | None
@@ -98,6 +99,18 @@ class Fp8Blocks:
         if filling is not None:
             codes = filling.fill(codes)
             scales = filling.fill(scales, self._tiles.rows)
+        return BlockWeight((codes, scales), gemm.transpose((codes, scales)), filling)
+
+    def ready_experts(self, parts_of_rows: Sequence[Tensor], filling: TilePadding | None, count: int) -> BlockWeight:
+        """Of weights one above the other."""
+        if filling is None:
+            codes, scales = (each.view(count, -1, each.shape[-1]) for each in parts_of_rows)
+        else:
+            unit = self._tiles.rows
+            codes, scales = (
+                torch.stack([filling.fill(part, step).view(torch.uint8) for part in each.chunk(count)]).view(each.dtype)
+                for each, step in zip(parts_of_rows, (1, unit), strict=True)
+            )
         return BlockWeight((codes, scales), gemm.transpose((codes, scales)), filling)
 
     def normed(self, x: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
@@ -137,6 +150,54 @@ class Fp8Blocks:
             fused.swiglu_backward_codes(grad, inner, *self._of_gradients), saved_operand, gate_up, total
         )
 
+    def expert_operand(self, x: Tensor, rows: ExpertRows) -> Operand:
+        return grouped.gathered_codes(_codes(self.operand(x)), rows)
+
+    def kept_expert_operand(self, x: Tensor, rows: ExpertRows) -> tuple[Operand, Operand]:
+        return e4m3.row_and_column_codes(grouped.gathered(x, rows), *self._rows_and_columns, rows.spans)
+
+    def kept_expert_activated(self, inner: Tensor, rows: ExpertRows) -> tuple[Operand, Operand]:
+        return fused.swiglu_codes(inner, *self._rows_and_columns, rows.spans)
+
+    def expert_product(self, operand: Operand, weight: BlockWeight, rows: ExpertRows) -> Tensor:
+        return grouped.grouped_gemm(_codes(operand), _codes(weight.values), rows)
+
+    def expert_gradients(
+        self, grad: Tensor, saved_operand: Operand, weight: BlockWeight, rows: ExpertRows, total: Tensor
+    ) -> Tensor:
+        """The gradient of the products' input, BF16; that of weights is added to `total`, FP32 [experts, out, in]."""
+        codes = e4m3.row_and_column_codes(grad, *self._of_gradients, rows.spans)
+        return self._expert_products(codes, saved_operand, weight, rows, total)
+
+    def inner_expert_gradients(
+        self,
+        grad: Tensor,
+        inner: Tensor,
+        saved_operand: Operand,
+        gate_up: BlockWeight,
+        rows: ExpertRows,
+        total: Tensor,
+    ) -> Tensor:
+        codes = fused.swiglu_backward_codes(grad, inner, *self._of_gradients, rows.spans)
+        return self._expert_products(codes, saved_operand, gate_up, rows, total)
+
+    @staticmethod
+    def _expert_products(
+        grad: tuple[Codes, Codes], saved_operand: Operand, weight: BlockWeight, rows: ExpertRows, total: Tensor
+    ) -> Tensor:
+        by_row, by_column = grad
+        assert weight.transposed is not None, "a BF16 weight in a block of codes"
+        of_input = grouped.grouped_gemm(by_row, weight.transposed, rows)
+        if weight.filling is None:
+            grouped.grouped_weight_gradient(by_column, _codes(saved_operand), rows, total)
+            return of_input
+        room = torch.zeros(_codes(weight.values)[0].shape, device=total.device)
+        for own, product in zip(
+            total, grouped.grouped_weight_gradient(by_column, _codes(saved_operand), rows, room), strict=True
+        ):
+            own.add_(weight.filling.cut(product))
+        return of_input
+
     @staticmethod
     def _products(
         grad: tuple[Codes, Codes], saved_operand: Operand, weight: BlockWeight, total: Tensor | None
@@ -160,6 +221,11 @@ class Bf16Blocks:
         assert filling is None, "BF16 has no tiles to fill"
         (values,) = parts_of_rows
         return BlockWeight(values, None)
+
+    def ready_experts(self, parts_of_rows: Sequence[Tensor], filling: TilePadding | None, count: int) -> BlockWeight:
+        assert filling is None, "BF16 has no tiles to fill"
+        (values,) = parts_of_rows
+        return BlockWeight(values.view(count, -1, values.shape[-1]), None)
 
     def normed(self, x: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
         total, values, _inverse = fused.add_norm(x, delta, *norm)
@@ -194,6 +260,36 @@ class Bf16Blocks:
         self, grad: Tensor, inner: Tensor, saved_operand: Operand, gate_up: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return self.gradients(fused.swiglu_backward(grad.contiguous(), inner), saved_operand, gate_up, total)
+
+    def expert_operand(self, x: Tensor, rows: ExpertRows) -> Operand:
+        return grouped.gathered(x, rows)
+
+    def kept_expert_operand(self, x: Tensor, rows: ExpertRows) -> tuple[Operand, Operand]:
+        values = grouped.gathered(x, rows)
+        return values, values
+
+    def kept_expert_activated(self, inner: Tensor, rows: ExpertRows) -> tuple[Operand, Operand]:
+        return self.kept_activated(inner)
+
+    def expert_product(self, operand: Operand, weight: BlockWeight, rows: ExpertRows) -> Tensor:
+        return grouped.grouped_bf16_gemm(_values(operand), _values(weight.values), rows)
+
+    def expert_gradients(
+        self, grad: Tensor, saved_operand: Operand, weight: BlockWeight, rows: ExpertRows, total: Tensor
+    ) -> Tensor:
+        grouped.grouped_bf16_weight_gradient(grad, _values(saved_operand), rows, total)
+        return grouped.grouped_bf16_input_gradient(grad, _values(weight.values), rows)
+
+    def inner_expert_gradients(
+        self,
+        grad: Tensor,
+        inner: Tensor,
+        saved_operand: Operand,
+        gate_up: BlockWeight,
+        rows: ExpertRows,
+        total: Tensor,
+    ) -> Tensor:
+        return self.expert_gradients(fused.swiglu_backward(grad, inner), saved_operand, gate_up, rows, total)
 
 
 class InvariantBf16Blocks(Bf16Blocks):

@@ -76,11 +76,6 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, device: str)
     yield from family_of(arch).refusals("packed", _SETTING)
     if device == "cpu":
         return
-    if arch.sparse_layers:
-        yield (
-            f"training.device={device} with {_SETTING}: experts are not measured on a GPU yet; set device to cpu, or "
-            "training.trainer to megatron"
-        )
     if contract.training.linear == "fp8_block" and arch.hidden_size % OUTPUT_MULTIPLE:
         yield (
             f"{_SETTING} with precision.training.linear=fp8_block: the model's hidden size is {arch.hidden_size}; it "

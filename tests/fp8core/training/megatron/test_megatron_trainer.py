@@ -11,8 +11,8 @@ from pretended_gpu import pretended_gpu
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
-from fp8core.models.experts import top_k
 from fp8core.models.weights import reference_formats, rollout_formats, stored_weights
+from fp8core.numerics.grouped import top_k
 from fp8core.numerics.recipe import POW2
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer

@@ -4,7 +4,6 @@ from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError, refuse
-from fp8core.models.architecture import Experts
 from fp8core.models.hub import model_shape
 from fp8core.training.packed.entry import TRAINER, contract_refusals, model_refusals
 
@@ -41,16 +40,6 @@ def test_models_without_kernels_are_refused(architecture, changes, precision, re
     with pytest.raises(UserError, match=f"^training.(device=cuda|packed).*{reason}"):
         refuse(model_refusals(architecture(**{**TILED, **changes}), precision, "cuda"))
     refuse(model_refusals(architecture(**{**TILED, **changes}), precision, "cpu"))
-
-
-def test_experts_are_left_to_megatron_on_a_gpu(architecture) -> None:
-    experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
-    arch = architecture(**TILED, family="qwen3_moe", experts=experts)
-    refuse(model_refusals(arch, contract(), "cpu"))
-    with pytest.raises(
-        UserError, match=r"^training\.device=cuda .*: experts are not measured on a GPU yet; set [^\n]*$"
-    ):
-        refuse(model_refusals(arch, contract(), "cuda"))
 
 
 PACKED = {"training.packed": True, "precision.rounding_points": "kernels"}
