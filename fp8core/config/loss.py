@@ -59,6 +59,13 @@ class ReferenceConfig(Section):
     mix: float = Field(0.6, gt=0, le=1, description="Share of the policy's weights; 1 replaces the reference.")
 
 
+class RouterLossConfig(Section):
+    """Losses of the routers of a mixture of experts (docs/guides/losses.md)."""
+
+    load_balancing: float = Field(0.0, ge=0, le=100, description="Weight of the load-balancing loss, by sequence.")
+    z: float = Field(0.0, ge=0, le=100, description="Weight of logsumexp(router logits)^2, a mean over tokens.")
+
+
 class LossConfig(Section):
     """The objective of the GRPO family; the default is GRPO with DAPO's asymmetric clip and token mean."""
 
@@ -79,6 +86,7 @@ class LossConfig(Section):
     reference: ReferenceConfig | None = Field(None, description="The reference follows the policy; null: it is frozen.")
     entropy: float = Field(0.0, ge=0, le=100, description="Weight of the entropy bonus, at each written token.")
     distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="From a teacher.")
+    router: RouterLossConfig = Field(default_factory=RouterLossConfig, description="Of a mixture of experts.")
 
     @model_validator(mode="after")
     def _settings_of_the_policy_loss(self) -> "LossConfig":

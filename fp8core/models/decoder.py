@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import ReplayedRouting, Routing, TopKRouting, feed_forward
 from fp8core.models.families import layer_parts
+from fp8core.models.router_losses import RouterLosses
 from fp8core.models.weights import Formats, LayerWeights, PolicyWeights
 from fp8core.numerics.attention import AttentionFormat
 from fp8core.numerics.elementwise import rms_norm, rotate
@@ -87,6 +88,7 @@ class Decoder:
         scales: Scales,
         observe: Observer | None = None,
         routing: Routing = TOP_K,
+        losses: RouterLosses | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, FP32 [B, T, hidden].
 
@@ -106,7 +108,8 @@ class Decoder:
             attended = _attend(self.formats.attention, i, (q, k, v), context, scales[i] if scales else None)
             delta = self._output(self.formats.linears[i](attended, layer.output), layer.attention_norm)
             x, operand = self._input(x, delta, layer.mlp_norm)
-            mlp_out = feed_forward(operand.flatten(0, 1), layer.mlp, self.formats.mlp(i), self._sparse.get(i), routing)
+            rows, formats = operand.flatten(0, 1), self.formats.mlp(i)
+            mlp_out = feed_forward(rows, layer.mlp, formats, self._sparse.get(i), routing, losses)
             delta = self._output(mlp_out, layer.mlp_norm)
         return self._add_norm(x, delta, weights.norm)[1]
 
@@ -117,11 +120,14 @@ class Decoder:
         temperature: float,
         scales: Scales = (),
         observe: Observer | None = None,
+        losses: RouterLosses | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every completion token in order, FP32 [tokens] each, both differentiable (nats)."""
+        if losses is not None:
+            losses.place(torch.where(batch.valid, torch.arange(len(batch))[:, None], -1).flatten())
         routing = TOP_K if batch.experts is None else ReplayedRouting(batch.experts)
         context = FullContext.of(batch.valid)
-        hidden = self.hidden(weights, batch.tokens, batch.positions, context, scales, observe, routing)
+        hidden = self.hidden(weights, batch.tokens, batch.positions, context, scales, observe, routing, losses)
         response_mask = batch.response_mask[:, 1:]
         states = hidden[:, :-1][response_mask]
         targets = batch.tokens[:, 1:][response_mask]

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fp8core.models.router_losses import RouterLosses, choice_mask, with_gradient
 from fp8core.numerics.elementwise import Rounding, RoundingPoints, swiglu
 from fp8core.numerics.gemm import aligned_gemm
 from fp8core.numerics.grouped import expert_rows, gate_weights, gathered, grouped_product, top_k, weighted_sum
@@ -114,7 +115,12 @@ class ReplayedRouting:
 
 
 def feed_forward(
-    x: Tensor, weights: MlpWeights | ExpertWeights, formats: MlpFormats, layer: int | None, routing: Routing
+    x: Tensor,
+    weights: MlpWeights | ExpertWeights,
+    formats: MlpFormats,
+    layer: int | None,
+    routing: Routing,
+    losses: RouterLosses | None = None,
 ) -> Tensor:
     """FP32 [tokens, hidden] to the same; `layer` is the index among the sparse layers, None of a dense one."""
     if isinstance(weights, MlpWeights):
@@ -123,6 +129,9 @@ def feed_forward(
     logits = formats.points.routed(router_logits(x, weights.router))
     experts = routing.choose(layer, logits, weights.per_token)
     gates = formats.points.gates(gate_weights(logits, experts, weights.normalise_top_k))
+    if losses is not None:
+        gradient = losses.gradient(logits, choice_mask(experts, len(weights.experts)))
+        gates = with_gradient(gates, logits, gradient)
     return mix(x, weights.experts, formats, experts, gates)
 
 

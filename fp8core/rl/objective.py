@@ -86,6 +86,8 @@ class Objective:
         self._reference_weight = loss.reference_kl
         self._entropy_weight = loss.entropy
         self._distillation = loss.distillation
+        # Of router logits, which the trainers have.
+        self.router = loss.router
 
     def corrected(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
         """The batch with its weights and without the rows that have no token left, and the correction's metrics.

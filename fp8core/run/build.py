@@ -94,6 +94,9 @@ def check_shape(config: RunConfig, arch: Architecture) -> None:
         )
     if config.rollout.router_replay and not arch.sparse_layers:
         raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
+    for name, weight in config.loss.router:
+        if weight and not arch.sparse_layers:
+            raise UserError(f"loss.router.{name}={weight}: the model has no experts; set it to 0")
     refuse(trainer_of(config.training).check_model(config, arch))
     refuse(engine_entry(config).check_model(config, arch))
     if (new_tokens := config.rollout.max_new_tokens) >= (positions := longest_row(config, arch)):

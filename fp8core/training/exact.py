@@ -16,6 +16,7 @@ from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.families import parameter_shapes
+from fp8core.models.router_losses import RouterLosses
 from fp8core.models.weights import (
     Formats,
     PolicyWeights,
@@ -142,9 +143,10 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         temperature: float,
         scales: Scales,
         statistics: KvStatistics | None = None,
+        losses: RouterLosses | None = None,
     ) -> Scores:
         observe = None if statistics is None else partial(_observe, statistics, batch.valid, scales)
-        return self._decoder.completion_logprobs(weights, batch, temperature, scales, observe)
+        return self._decoder.completion_logprobs(weights, batch, temperature, scales, observe, losses)
 
     def _prepare(self, formats: Formats) -> PreparedWeights:
         names = formats.stored_names()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8core.config.training import TrainingConfig
+from fp8core.models.router_losses import RouterLosses, router_metrics
 from fp8core.models.weights import EngineWeights, ShippedTensors
 from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.progress import progress_round
@@ -206,6 +207,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         temperature: float,
         scales: Scales,
         statistics: KvStatistics | None = None,
+        losses: RouterLosses | None = None,
     ) -> Scores: ...
 
     @abstractmethod
@@ -222,10 +224,12 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         weights = self._training_weights()
         own = list[Scores]()
         slices = list(self._slices(batch.sequences))
+        routers = self._router_objective(batch)
 
-        def learn(rows_and_part: tuple[slice, TokenBatch]) -> dict[str, float]:
+        def learn(rows_and_part: tuple[slice, TokenBatch]) -> tuple[dict[str, float], Tensor]:
             rows, part = rows_and_part
-            scored = self._score(weights, part, temperature, scales, statistics)
+            losses = routers.part(rows)
+            scored = self._score(weights, part, temperature, scales, statistics, losses)
             own.append((scored[0].detach(), scored[1].detach()))
             mask = align_left(part.response_mask, batch.loss_mask.shape[1])
             current, entropy = (torch.zeros(mask.shape).masked_scatter(mask, values) for values in scored)
@@ -234,14 +238,14 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             if not math.isfinite(part_statistics["loss"]):
                 raise self._not_finite(f"the loss is {part_statistics['loss']}")
             self._backward(terms.loss, rows_and_part is slices[self._teams.own(len(slices))[-1]])
-            return part_statistics
+            return part_statistics, losses.statistics()
 
-        statistics_by_part = shared_out(self._teams, slices, learn, self._end_parts)
+        statistics_by_part, of_routers = zip(*shared_out(self._teams, slices, learn, self._end_parts), strict=True)
         self._finish_gradients()
         totals: dict[str, float] = {}
         for part_statistics in statistics_by_part:
             totals = merge_totals(totals, part_statistics)
-        return totals, own
+        return totals | router_metrics(torch.stack(of_routers).sum(0)), own
 
     def _end_parts(self, parts: int) -> None:
         """Of so many parts this process has computed its own, or failed in one; others may still compute."""

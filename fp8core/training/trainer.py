@@ -16,6 +16,7 @@ from fp8core.config.training import TrainingConfig
 from fp8core.metric import Curve, Metric
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import save_checkpoint
+from fp8core.models.router_losses import RouterObjective
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import EngineWeights
 from fp8core.numerics.e4m3 import GroupNotFinite
@@ -69,6 +70,18 @@ _LAST_PASS = tuple(
     Metric(f"train/last_{name}", "mean over the updates of the last pass; with `training.epochs` alone")
     for name in ("clip_fraction", "ratio_deviation", "reference_kl")
 )
+_ROUTER = (
+    Metric(
+        "train/router_load",
+        "tokens of the busiest expert over those of a mean one, in the worst layer; 1 is even. *Grows: set "
+        "`loss.router.load_balancing`.*",
+        better="lower",
+        ideal=1.0,
+    ),
+    Metric("train/router_load_balancing", "load-balancing loss without its weight, mean over layers; 1 is even"),
+    Metric("train/router_z", "router z-loss without its weight, mean over layers. *Grows: set `loss.router.z`.*"),
+)
+"""Means over the updates, of a mixture of experts alone."""
 _FIRST_UPDATE = (RATIO_BIAS, RATIO_DEVIATION, CLIP_FRACTION, REWARD_SLOPE)
 METRICS = (
     *_MEAN_METRICS,
@@ -82,6 +95,7 @@ METRICS = (
     Metric("train/rows", "rows of the loss's denominator. *Few rows: see `correction/`.*"),
     *_FIRST_UPDATE,
     *_LAST_PASS,
+    *_ROUTER,
     MASK_DIFFERING,
 )
 """Fields of `TrainReport`, there without `train/`."""
@@ -138,10 +152,13 @@ class TrainReport:
     last_clip_fraction: float | None = None
     last_ratio_deviation: float | None = None
     last_reference_kl: float | None = None
+    router_load: float | None = None
+    router_load_balancing: float | None = None
+    router_z: float | None = None
 
     def content(self) -> dict[str, Any]:
-        """As it is stored: without the last pass where there is but one."""
-        absent = {metric.key for metric in _LAST_PASS if getattr(self, metric.key) is None}
+        """As it is stored: without the last pass where there is but one, and without routers where there are none."""
+        absent = {metric.key for metric in (*_LAST_PASS, *_ROUTER) if getattr(self, metric.key) is None}
         return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
@@ -282,6 +299,7 @@ class PolicyTrainer(ABC):
             mask_differing=int((batch.policy_mask != expected_mask).sum()),
             update_gain=None if self._gain is None else self._gain.measured(),
             **{metric.key: mean_of(reports, metric.key) for metric in _MEAN_METRICS},
+            **{metric.key: mean_of(reports, metric.key) for metric in _ROUTER if metric.key in first},
             **(
                 {metric.key: mean_of(last, metric.key.removeprefix("last_")) for metric in _LAST_PASS}
                 if self._config.epochs > 1
@@ -323,6 +341,9 @@ class PolicyTrainer(ABC):
     @abstractmethod
     def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
         """Add up the gradients of a batch; returns its statistics. Raises NotFiniteError."""
+
+    def _router_objective(self, batch: RolloutBatch) -> RouterObjective:
+        return RouterObjective.of(self._objective.router, batch.sequences.valid, batch.loss_mask)
 
     @abstractmethod
     def _step(self, learning_rate: float) -> float:

@@ -26,11 +26,13 @@ def test_replay_of_an_equal_choice_changes_no_weight(replayed, loop_run, small):
 
 
 def test_a_packed_update_is_exact_and_its_cut_run_ends_equal(loop_run, small, tmp_path):
-    packed = {"training.packed": True, "precision.rounding_points": "kernels"}
+    router = {"loss.router.load_balancing": 0.01, "loss.router.z": 0.001}
+    packed = {"training.packed": True, "precision.rounding_points": "kernels", **router}
     whole = loop_run("packed", "tiny-moe", steps=3, **small, **packed)
     assert whole.metric("alignment/token_mult_prob_error") == {1: 1.0, 2: 1.0, 3: 1.0}
     assert whole.metric("alignment/tokens_differing") == {1: 0, 2: 0, 3: 0}
     assert len({record["weights_digest"] for record in whole.records}) == 4
+    assert all(1 <= value < 4 for value in whole.metric("train/router_load").values())
     run = whole.copy(tmp_path)
     run.cut_after(3, "rollout")
     run.resume()

@@ -19,6 +19,7 @@ from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import rotary_frequencies
 from fp8core.models.experts import NO_ROUTE
+from fp8core.models.router_losses import RouterLosses, with_gradient
 from fp8core.numerics.elementwise import Rounding, keep_fp32
 from fp8core.numerics.grouped import top_k
 from fp8core.numerics.logprobs import ChunkedHead
@@ -101,15 +102,25 @@ class Replay:
 
 
 class PolicyRouter(TopKRouter):
-    """Megatron's own moves its weight to a GPU. `rounding`: the point `routed`."""
+    """Megatron's own moves its weight to a GPU. `rounding`: the point `routed`. `losses`: of the
+    pass in progress, with gradients."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.router_replay = Replay()
         self.rounding: Rounding = keep_fp32
+        self.losses: RouterLosses | None = None
 
     def gating(self, hidden: Tensor) -> Tensor:
         return self.rounding(torch.nn.functional.linear(hidden.float(), self.weight.float()))
+
+    def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        probs, choice = super().routing(logits, *args, **kwargs)
+        # A layer that is computed again runs first without gradients.
+        if self.losses is not None and torch.is_grad_enabled():
+            gradient = self.losses.gradient(logits.flatten(0, -2), choice)
+            probs = with_gradient(probs, logits, gradient.view_as(logits))
+        return probs, choice
 
 
 @dataclass(frozen=True)

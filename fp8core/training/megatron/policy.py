@@ -11,10 +11,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import all_reduce
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.router_losses import RouterLosses
 from fp8core.models.weights import training_formats
 from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.numerics.logprobs import chunked_logprobs
@@ -114,12 +116,13 @@ class MegatronPolicy:
         state = self.model.sharded_state_dict(metadata=metadata)
         return {name: state[name] for name, _ in self.model.named_parameters()}
 
-    def hidden(self, micro_batch: CountedPack) -> Tensor:
-        """[T, 1, hidden] after the final norm, differentiable."""
+    def hidden(self, micro_batch: CountedPack, losses: RouterLosses | None = None) -> Tensor:
+        """[T, 1, hidden] after the final norm, differentiable; its backward comes before the next call."""
         if self._observing:
             self._valid = micro_batch.valid
         pack = micro_batch.pack
         self._replay(pack.experts)
+        self._place(pack, losses)
         longest = pack.sequences.longest
         bounds = copy_to(torch.tensor(pack.sequences.starts, dtype=torch.int32), self.device)
         params = PackedSeqParams(
@@ -145,10 +148,26 @@ class MegatronPolicy:
             if experts is None:
                 router.router_replay.chosen = None
                 continue
-            layer_experts = experts[:, index]
-            if self.megatron.sequence_parallel:
-                layer_experts = layer_experts.chunk(self.megatron.tensor_parallel)[self.rank.tensor]
-            router.router_replay.chosen = layer_experts
+            router.router_replay.chosen = self._routed(experts[:, index])
+
+    def _place(self, pack: Pack, losses: RouterLosses | None) -> None:
+        """Give the routers the losses of a pack."""
+        for router in self.routers:
+            router.losses = losses
+        if losses is not None and self.routers:
+            owners = torch.where(pack.sequences.valid, pack.sequences.owners, -1)
+            losses.place(copy_to(self._routed(owners), self.device), self._summed)
+
+    def _routed(self, values: Tensor) -> Tensor:
+        """Of [T, ...] those of the tokens that this process's routers see."""
+        if not self.megatron.sequence_parallel:
+            return values
+        return values.chunk(self.megatron.tensor_parallel)[self.rank.tensor]
+
+    def _summed(self, own: Tensor) -> Tensor:
+        if self.megatron.sequence_parallel:
+            all_reduce(own, group=tensor_group())
+        return own
 
     @contextmanager
     def observed(self, statistics: KvStatistics, scales: Scales) -> Iterator[None]:

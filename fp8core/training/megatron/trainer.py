@@ -17,6 +17,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.router_losses import router_metrics
 from fp8core.models.weights import ShippedTensors, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
@@ -159,8 +160,12 @@ class MegatronTrainer(PolicyTrainer):
 
         # Only passes with gradients recompute.
         self._policy.model.train(True)
+        routers = self._router_objective(batch)
+        of_routers = list[Tensor]()
         for pack in self._own_packs(batch.sequences):
-            loss(pack, *self._policy.head(pack, self._policy.hidden(pack), temperature)).backward()
+            losses = routers.part(pack.pack.rows, pack.counts)
+            loss(pack, *self._policy.head(pack, self._policy.hidden(pack, losses), temperature)).backward()
+            of_routers.append(losses.statistics())
         values = torch.tensor([totals.get(name, 0.0) for name in _STATISTICS], dtype=torch.float64)
         # A copy: the sum below is of the values as they are.
         largest = values.to(self._policy.device, copy=True)
@@ -169,7 +174,8 @@ class MegatronTrainer(PolicyTrainer):
         totals = sums | {n: v for n, v in zip(_STATISTICS, largest.tolist(), strict=True) if n in MAXIMA}
         if not math.isfinite(totals["loss"]):
             raise self._not_finite(f"the loss is {totals['loss']}")
-        return totals
+        layers = torch.stack(of_routers).sum(0)
+        return totals | router_metrics(self._sum_over_ranks(layers) if len(layers) else layers)
 
     def _own_packs(self, batch: TokenBatch) -> list[CountedPack]:
         """This process's packs, on its device. All processes have equally many, so some do not count."""

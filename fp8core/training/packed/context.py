@@ -36,17 +36,24 @@ class PackShare:
 
     Attributes:
         tokens: int64 [own tokens], on the device.
-        valid: bool [own tokens], False in filling.
+        sequences: int64 [own tokens], the row of the batch that each is of, -1 in filling.
         rows: int64 [own targets], of the own tokens that predict one.
         targets: int64 [own targets].
-        joined: values of own targets, [own targets], to those of all, in the order of the pack; differentiable."""
+        joined: values of own targets, [own targets], to those of all, in the order of the pack; differentiable.
+        summed: a tensor added over the ranks that share the pack, in their order."""
 
     tokens: Tensor
-    valid: Tensor
+    sequences: Tensor
     attention: AttentionPack
     rows: Tensor
     targets: Tensor
     joined: Callable[[Tensor], Tensor]
+    summed: Callable[[Tensor], Tensor]
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [own tokens], False in filling."""
+        return self.sequences >= 0
 
     @classmethod
     def of(cls, batch: TokenBatch, ranks: Ranks, device: torch.device) -> "PackShare":
@@ -57,21 +64,27 @@ class PackShare:
         # Each written token is predicted by the position before it.
         predicting = pack.target_positions - 1
         targets = pack.tokens[pack.target_positions]
+        owners = torch.where(sequences.valid, sequences.owners, -1)
         if ranks.count == 1:
-            rows, targets, tokens, valid = _copied(device, predicting, targets, pack.tokens, sequences.valid)
-            return cls(tokens, valid, DevicePack.of(sequences, device), rows, targets, lambda own: own)
+            rows, targets, tokens, owners = _copied(device, predicting, targets, pack.tokens, owners)
+            attention = DevicePack.of(sequences, device)
+            return cls(tokens, owners, attention, rows, targets, lambda own: own, lambda own: own)
         chunks = PackChunks(sequences, ranks, device)
         of_ranks = chunks.find(predicting)
         own, own_rows = of_ranks[ranks.rank]
-        own_tokens = (chunks.own(each) for each in (pack.tokens, sequences.valid))
-        rows, targets, tokens, valid = _copied(device, own_rows, targets[own], *own_tokens)
+        own_tokens = (chunks.own(each) for each in (pack.tokens, owners))
+        rows, targets, tokens, owners = _copied(device, own_rows, targets[own], *own_tokens)
         places = _copied(device, *(each for each, _ in of_ranks))
 
         def joined(values: Tensor) -> Tensor:
             of_all: Tensor = _OfAllTargets.apply(values, places, ranks)  # type: ignore[no-untyped-call]
             return of_all
 
-        return cls(tokens, valid, chunks, rows, targets, joined)
+        def summed(own: Tensor) -> Tensor:
+            parts = ranks.gathered(bytes_in_order(own), [own.nbytes] * ranks.count)
+            return torch.stack([part.view(own.dtype).view(own.shape) for part in parts]).sum(0)
+
+        return cls(tokens, owners, chunks, rows, targets, joined, summed)
 
 
 def _copied(device: torch.device, *tensors: Tensor) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import rotary_tables
+from fp8core.models.router_losses import RouterLosses
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.kv_scales import Scales
 from fp8core.numerics.packed import AttentionPack, PackedAttention
@@ -138,9 +139,10 @@ class PackedDecoder(nn.Module):
         attention: PackedAttention,
         scales: Scales,
         observe: Observer | None = None,
+        losses: RouterLosses | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens]."""
-        context = LayerContext(pack, attention, self._cos, self._sin, scales, observe)
+        context = LayerContext(pack, attention, self._cos, self._sin, scales, observe, losses)
         x: Tensor = _Lookup.apply(self.embedding, self._values["embedding"], tokens)  # type: ignore[no-untyped-call]
         delta: Tensor | None = None
         run = self._with_gradients if torch.is_grad_enabled() else PackedLayer.forward

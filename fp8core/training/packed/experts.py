@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8core.models.architecture import Architecture
+from fp8core.models.router_losses import RouterLosses, choice_mask
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.fused import add_norm
 from fp8core.numerics.grouped import (
@@ -109,12 +110,16 @@ class SparseLayer(PackedLayer):
         activations = ExpertActivations(inverse, normed, route, kept, inner, kept_inner, outputs)
         return activations, total, mixed(outputs, rows, route.gates)
 
-    def _mlp_backward(self, grad: Tensor, total: Tensor, activations: LayerActivations) -> tuple[Tensor, Tensor]:
+    def _mlp_backward(
+        self, grad: Tensor, total: Tensor, activations: LayerActivations, losses: RouterLosses | None
+    ) -> tuple[Tensor, Tensor]:
         second: ExpertActivations = activations.second or self._kept_mlp(total, None)[0]
         activations.second = None
         blocks, route, rows = self._blocks, second.route, second.route.rows
         of_outputs, of_gates = mix_backward(grad, second.outputs, rows, route.gates)
         of_logits = gate_gradient(of_gates, route.logits, route.experts, route.gates, self._experts.normalise_top_k)
+        if losses is not None:
+            of_logits = of_logits + losses.gradient(route.logits, choice_mask(route.experts, self._experts.count))
         of_rows = self._collect_experts("down", blocks.expert_gradients, rows, of_outputs, second.kept_inner)
         gradients = blocks.inner_expert_gradients
         of_rows = self._collect_experts("gate_up", gradients, rows, of_rows, second.inner, second.kept)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8core.models.architecture import Architecture, with_whole_tiles
+from fp8core.models.router_losses import RouterLosses
 from fp8core.numerics.fused import HeadLayout, Heads, add_norm_backward, heads_of, norm_rotate, norm_rotate_backward
 from fp8core.numerics.grouped import Operand
 from fp8core.numerics.kv_scales import LayerScales, Scales
@@ -44,6 +45,7 @@ class LayerContext:
     sin: Tensor
     scales: Scales
     observe: Observer | None
+    losses: RouterLosses | None = None
 
     def scales_of(self, layer: int) -> LayerScales | None:
         return self.scales[layer] if self.scales else None
@@ -133,7 +135,7 @@ class PackedLayer(nn.Module):
         rest is computed again."""
         blocks = self._blocks
         vectors = dict[str, Tensor]()
-        grad, inverse = self._mlp_backward(grad_delta, total, activations)
+        grad, inverse = self._mlp_backward(grad_delta, total, activations, context.losses)
         post_norm = self._values["post_norm"]
         grad_total, vectors["post_norm"] = add_norm_backward(grad, grad_total, total, post_norm, inverse)
 
@@ -178,7 +180,9 @@ class PackedLayer(nn.Module):
         second, total, operand = self._second_half(x, delta)
         return second, total, self._blocks.product(operand, self._weights["down"])
 
-    def _mlp_backward(self, grad: Tensor, total: Tensor, activations: "LayerActivations") -> tuple[Tensor, Tensor]:
+    def _mlp_backward(
+        self, grad: Tensor, total: Tensor, activations: "LayerActivations", losses: RouterLosses | None
+    ) -> tuple[Tensor, Tensor]:
         """The gradient of the second norm's result, BF16, and its 1 / rms; those of linears are collected here."""
         blocks = self._blocks
         second = self._second_half(total, None)[0] if activations.second is None else activations.second

@@ -15,6 +15,7 @@ from torch import Tensor
 from fp8core.config.training import OptimiserConfig, TrainingConfig
 from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture
+from fp8core.models.router_losses import RouterLosses
 from fp8core.models.safetensors_files import StoredSpec, create_file, write_rows
 from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, layer_of, stored_weights
 from fp8core.numerics.attention import Bf16Attention
@@ -171,7 +172,12 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         return PackShare.of(batch, self._neighbours, self._device)
 
     def _hidden(
-        self, share: PackShare, attention: PackedAttention, scales: Scales, statistics: KvStatistics | None
+        self,
+        share: PackShare,
+        attention: PackedAttention,
+        scales: Scales,
+        statistics: KvStatistics | None,
+        losses: RouterLosses | None = None,
     ) -> Tensor:
         observe: Observer | None = None
         if statistics is not None:
@@ -181,7 +187,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
                 q, k, v = (part.transpose(0, 1)[None] for part in qkv)
                 statistics.observe(layer, (q, k, v), valid, scales[layer] if scales else None)
 
-        hidden: Tensor = self._decoder(share.tokens, share.attention, attention, scales, observe)
+        hidden: Tensor = self._decoder(share.tokens, share.attention, attention, scales, observe, losses)
         return hidden
 
     def _score(
@@ -191,10 +197,13 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         temperature: float,
         scales: Scales,
         statistics: KvStatistics | None = None,
+        losses: RouterLosses | None = None,
     ) -> Scores:
         share = self._share(batch)
+        if losses is not None:
+            losses.place(share.sequences, share.summed)
         with _determinism(self._config.deterministic):
-            hidden = self._hidden(share, self._attention, scales, statistics)
+            hidden = self._hidden(share, self._attention, scales, statistics, losses)
             head = PackedHead(weights, self._formats.training.head.output, temperature, batch.truncation)
             master = self._decoder.head_weight()[0]
             logprobs, entropy = chunked_logprobs(hidden[share.rows], master, head, share.targets)

@@ -68,12 +68,16 @@ def test_an_exported_policy_answers_in_transformers_as_in_the_engine(gsm8k, grou
         assert completion.tokens == theirs.tolist()
 
 
-def test_a_dense_model_has_no_choice_to_replay():
+def test_a_dense_model_has_no_experts_to_replay_or_balance():
     with pytest.raises(
         UserError, match=r"^rollout\.router_replay: replays the choice of experts, but the model has none$"
     ):
         build_base(load_config("tiny", {"rollout.router_replay": True}))
-    assert build_base(load_config("tiny-moe", {"rollout.router_replay": True})).arch.sparse_layers == (0, 1)
+    with pytest.raises(UserError, match=r"^loss\.router\.z=0\.1: the model has no experts; set it to 0$"):
+        build_base(load_config("tiny", {"loss.router.z": 0.1}))
+    assert build_base(
+        load_config("tiny-moe", {"rollout.router_replay": True, "loss.router.z": 0.1})
+    ).arch.sparse_layers == (0, 1)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")

@@ -52,7 +52,7 @@ def trainer_of(arch: Architecture, masters: Any, ranks: Ranks, **grid: Any) -> M
     """This process's part of a grid."""
     training = TrainingConfig(learning_rate=1e-3, deterministic=False, megatron={"micro_batch_tokens": 128, **grid})
     # With entropy in the loss, whose gradient the parts of a head that is cut over the vocabulary must agree on.
-    objective = Objective(LossConfig(entropy=0.3), CorrectionConfig())
+    objective = Objective(LossConfig(entropy=0.3, router={"load_balancing": 0.5, "z": 0.05}), CorrectionConfig())
     return MegatronTrainer(arch, masters, FP32, training, objective, CPU, ranks)
 
 
