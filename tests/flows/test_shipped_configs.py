@@ -19,7 +19,7 @@ SIZES = {
     "num_kv_heads": 2,
     "head_dim": 32,
 }
-EIGHT_GPUS = ("llama", "qwen3", "qwen3-moe")
+EIGHT_GPUS = ("llama", "qwen3", "qwen3-moe", "qwen3-moe-aligned")
 SMALL_BATCH = {
     "rollout.prompts_per_step": 2,
     "rollout.group_size": 2,
