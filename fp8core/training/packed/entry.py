@@ -11,13 +11,13 @@ from fp8core.config.capability import Environment, Node, this_platform
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
-from fp8core.models.architecture import Architecture, Experts, with_whole_tiles
+from fp8core.models.architecture import Architecture, with_whole_tiles
 from fp8core.models.families import family_of, parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
-from fp8core.numerics.grouped import GROUP_MULTIPLE
+from fp8core.numerics.grouped import GROUP_MULTIPLE, most_rows
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
 from fp8core.numerics.recipe import TILE
@@ -200,15 +200,10 @@ def _mlp_activations(arch: Architecture, layer: int, tokens: int, operand: int) 
         return tokens * (operand * (hidden + width) + BF16_BYTES * 2 * width)
     width = experts.intermediate_size
     by_row = operand * (hidden + width) + BF16_BYTES * (2 * width + hidden) + _INDEX_BYTES
-    by_token = BF16_BYTES * hidden + FP32_BYTES * experts.count + 2 * _INDEX_BYTES * experts.per_token
-    return _most_rows(tokens, experts) * by_row + tokens * by_token
-
-
-def _most_rows(tokens: int, experts: Experts) -> int:
-    """Rows of all experts, each padded to whole groups, where so many tokens choose as badly as they can."""
-    filled = tokens * experts.per_token
-    padding = min(filled, experts.count) * (GROUP_MULTIPLE - 1)
-    return (filled + padding) // GROUP_MULTIPLE * GROUP_MULTIPLE
+    by_choice = FP32_BYTES + 2 * _INDEX_BYTES
+    by_token = BF16_BYTES * hidden + FP32_BYTES * experts.count + by_choice * experts.per_token
+    rows = most_rows(tokens * experts.per_token, experts.count, GROUP_MULTIPLE)
+    return rows * by_row + tokens * by_token
 
 
 _INDEX_BYTES = 8

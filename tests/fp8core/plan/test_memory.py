@@ -108,7 +108,7 @@ def test_packed_activations_of_experts_have_the_most_rows_that_can_be(configured
     settings = {"training__device": "cuda", "training__tokens_per_pass": 16_384}
     # A token has eight rows, and each of 128 experts up to 127 rows of zeros: the 1151 groups of 128 that this fills.
     by_row = 2048 + 768 + 2 * (2 * 768 + 2048) + 8
-    route = 4 * 128 + 2 * 8 * 8
+    route = 4 * 128 + 8 * (4 + 2 * 8)
     attention = 2048 + 4096 + 2 * (2 * 2048 + 2 * 5120 + 4096)
     layer = 1151 * 128 * by_row + 16_384 * (attention + 2 * 2048 + route)
     assert packed_step(configured("qwen3-30b-a3b", **settings))["activations"] == 48 * layer
