@@ -55,12 +55,6 @@ def test_no_step_imports_another() -> None:
     assert {file: found for file, found in names.items() if found - {"tasks.step"}} == {}
 
 
-def test_no_flow_imports_a_step() -> None:
-    files = [*(ROOT / "flows").rglob("*.py")]
-    assert files
-    assert [(file, name) for file in files for name in imported(file) if name.split(".")[0] == "tasks"] == []
-
-
 def test_parts_of_the_library_import_only_those_before_them() -> None:
     files = {
         file: file.relative_to(ROOT / "fp8core").parts[0].removesuffix(".py") for file in ROOT.glob("fp8core/**/*.py")

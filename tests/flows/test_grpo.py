@@ -129,18 +129,6 @@ def test_prefect_shows_the_way_to_mlflow(three_steps):
     assert three_steps.mlflow_run().info.run_id in found["three-mlflow"]
 
 
-def test_prefect_s_log_of_a_training_has_the_lines_of_the_console(three_steps):
-    of_training = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[three_steps.state.state_details.flow_run_id]))
-    with get_client(sync_client=True) as client:
-
-        def lines():
-            return [log.message for log in client.read_logs(of_training)]
-
-        wait_for(lambda: any("three: done" in line for line in lines()), "the last line", 30)
-        logged = lines()
-    assert len([line for line in logged if line.strip().startswith(("1/3 ", "2/3 ", "3/3 "))]) == 3
-
-
 def test_the_page_of_a_step_has_its_line_and_its_sample(three_steps):
     with get_client(sync_client=True) as client:
         steps = FlowRunFilter(tags=FlowRunFilterTags(all_=["three"]))

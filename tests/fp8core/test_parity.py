@@ -7,7 +7,6 @@ import pytest
 
 from fp8core.config.parity import ParityConfig
 from fp8core.parity import (
-    Check,
     LearningCurve,
     TrainingMeasurement,
     crossed_interval,
@@ -15,7 +14,6 @@ from fp8core.parity import (
     judge,
     measure,
     outcome_of,
-    parity_markdown,
 )
 from fp8core.report.run_data import read_run
 
@@ -125,14 +123,6 @@ def test_an_interval_across_the_bound_asks_for_more_seeds(trainings):
     # Over the last three evaluations: mean and deviation 0.05 / 3, so 4.303 / sqrt(3) of it to each side for the seeds
     # alone, which is -0.0581 to +0.0247; prompts add the rest.
     assert check.found == "-0.0167 (-0.0584 to +0.0251, 3 seeds)"
-
-
-def test_markdown_has_the_headline_the_checks_and_the_accuracies():
-    check = Check("bf16", "memory slope", "FAIL", "3 MiB a step", "<= 2 | 3")
-    text = parity_markdown("first", [check], [training("bf16", 1)])
-    assert text.startswith("**first**: FAIL: bf16: memory slope 3 MiB a step\n")
-    assert "| bf16 | memory slope | FAIL | 3 MiB a step | <= 2 \\| 3 |" in text
-    assert "| bf16 | 0.95 |" in text
 
 
 @pytest.mark.parametrize("correlated", [False, True])

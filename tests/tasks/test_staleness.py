@@ -8,9 +8,7 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.run.refusals import uncorrected_lag
-from fp8core.store.diff import compare
 from fp8core.store.ledger import stored_metrics
-from fp8core.store.run_view import RunView
 
 LOW, HIGH = 0.2, 0.28
 SETTINGS = {
@@ -100,16 +98,6 @@ def test_the_loss_weighs_a_token_by_the_policy_that_wrote_it(lagging):
         assert metrics["train/loss"] == pytest.approx(-sum(a * weight for a, weight in kept) / len(kept), abs=1e-5)
         learnt += any(a and token["age"] for (a, _), token in zip(kept, tokens(run, step), strict=True))
     assert learnt, "a step learns from tokens of an older policy"
-
-
-def test_a_comparison_names_the_mode_and_not_the_steps_that_it_makes(lagging, whole_run):
-    run = lagging
-    found = compare(*(RunView.read(each.folder) for each in (run, whole_run)))
-    paths = {difference.path for difference in found.configuration}
-    assert {"pipeline.mode", "pipeline.max_staleness"} <= paths
-    assert not [path for path in paths if path.startswith(("pipeline.steps", "pipeline.carries"))]
-    _, metric = found.first_metric
-    assert None not in (metric.ours, metric.theirs)
 
 
 UNCORRECTED = {"pipeline.mode": "one_step_off", "correction.method": "none"}

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,24 +58,6 @@ def test_a_worker_that_is_killed_ends_its_core_and_the_generation(vllm_build, po
         with pytest.raises(EngineLost, match="vLLM's engine core ended"):
             list(running)
         wait_until_gone([core, worker])
-
-
-@pytest.mark.parametrize("call", ["generation", pytest.param("update", marks=pytest.mark.slow)])
-def test_a_core_that_is_killed_ends_the_call_that_waits_for_it(vllm_build, policies, call):
-    """The kernel does so where memory runs out. The core is stopped first, so that it owes an answer for sure."""
-    with started_engine(vllm_build) as (engine, core):
-        below = core.children(recursive=True)
-        running = _generating(engine, policies)
-        with ThreadPoolExecutor(1) as thread:
-            core.suspend()
-            waits = {"generation": lambda: list(running), "update": engine.fingerprint}
-            answer = thread.submit(waits[call])
-            with pytest.raises(TimeoutError):
-                answer.result(timeout=1)
-            core.kill()
-            with pytest.raises(EngineLost, match="vLLM's engine core ended"):
-                answer.result(timeout=30)
-        wait_until_gone([core, *below])
 
 
 def _generating(engine: Any, policies: Any) -> Any:

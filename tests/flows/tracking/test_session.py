@@ -1,6 +1,5 @@
 """What is committed arrives in MLflow once, whatever fails on the way, and the training does not wait for it."""
 
-import io
 import multiprocessing
 import os
 import time
@@ -11,7 +10,6 @@ from published_copy import KILLED, publish_until
 from waiting import wait_for
 
 from flows.tracking.record import ServiceRecord, TrackingRecord, mark_dead, read_record, write_record
-from flows.tracking.session import Session
 from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
 from fp8core.store.layout import LEDGER
@@ -49,14 +47,6 @@ def test_everything_is_there(expected) -> None:
         ("tiny-run-00002", "READY"),
         ("tiny-run-00003", "READY"),
     ]
-
-
-def test_publishing_all_of_it_again_changes_nothing(expected, copy_of_trained, runs, shown) -> None:
-    copy = copy_of_trained(default_tracking_uri(runs))
-    copy.publish()
-    (copy.folder / "tracking.json").unlink()
-    copy.publish()
-    assert shown(copy.config) == expected
 
 
 WRITES = ("create_run", "log_batch", "log_text", "create_logged_model", "set_terminated")
@@ -145,24 +135,6 @@ def test_a_training_under_way_has_its_report_and_completions(copy_of_trained, ru
         session.report.close()
         assert report.stat().st_mtime_ns == written, "reports would take all the time of a short step"
     assert f"report      {report}\n" in out.getvalue()
-
-
-@pytest.mark.timeout(60)
-def test_a_report_that_breaks_holds_no_thread_up(copy_of_trained, runs, monkeypatch) -> None:
-    def broken(*_: Any) -> None:
-        raise LookupError("no page")
-
-    def fail(session: Session, out: io.StringIO) -> None:
-        wait_for(lambda: session.report.wake() or "not rewritten before the end (no page)" in out.getvalue(), "why", 30)
-        session.report.wake()
-        assert out.getvalue().count("not rewritten") == 1
-        raise ValueError("first")
-
-    monkeypatch.setattr("flows.tracking.session.write_report", broken)
-    copy = copy_of_trained(default_tracking_uri(runs))
-    with pytest.raises(LookupError, match="no page"), copy.session() as (session, out):
-        fail(session, out)
-    assert [publisher.wait() for publisher in session.publishers] == [None]
 
 
 def test_dead_trainings_are_marked_and_no_other(open_tracker, tmp_path) -> None:

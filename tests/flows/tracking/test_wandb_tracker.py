@@ -12,7 +12,7 @@ from offline_wandb import OfflineRun
 from published_copy import KILLED, Copy
 
 from flows.tracking.record import ServiceRecord, read_record
-from flows.tracking.tracker import Outage, Table, Training, find_tracker
+from flows.tracking.tracker import Outage, Training, find_tracker
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 
@@ -85,17 +85,6 @@ def test_a_failed_training_says_so(copy: Copy, offline: None) -> None:
     run = OfflineRun(copy.folder)
     assert run.exit_codes == [1]
     assert (run.summary()["outcome"], run.summary()["error"]) == ("FAILED", "broken at https://me:***@host")
-
-
-def test_texts_of_others_are_escaped(tmp_path: Path, offline: None) -> None:
-    training = Training(load_config("tiny", {"tracking.system_metrics": False}), "tiny", "id", tmp_path)
-    tracker = find_tracker("wandb").open(training, None)
-    tracker.start({"data.source": "\x1b]0;mine"})
-    tracker.log_artifact("completions.json", Table(("prompt",), [("\u202e",)]))
-    tracker.end("FINISHED", None, 5_000)
-    run = OfflineRun(tmp_path)
-    assert run.config()["data"] == {"source": "\\x1b]0;mine"}
-    assert run.tables()["completions"]["data"] == [["\\u202e"]]
 
 
 def test_a_server_that_is_away_refuses_a_new_run_and_is_asked_again_for_a_known_one(

@@ -217,10 +217,8 @@ def test_an_optional_port_is_left_open_where_the_configuration_says_so() -> None
     ("override", "message"),
     [
         ("steps", "--set steps: expected key=value"),
-        ("a..b=1", "--set a..b: the key has an empty part"),
         ("steps=[1", "--set steps:1:3: expected ',' or ']'"),
         ("training.lerning_rate=1", "training.lerning_rate: unknown key; did you mean learning_rate?"),
-        ("clip_low=1", "clip_low: unknown key; did you mean loss.clip_low?"),
         (
             "pipeline.steps.rollout={usess: 1, uses: 3}",
             "rollout.usess: unknown key; did you mean uses? (--set) (and 1 more)",
@@ -228,7 +226,6 @@ def test_an_optional_port_is_left_open_where_the_configuration_says_so() -> None
         ("steps=eighty", 'steps: must be a valid integer, got "eighty" (--set)'),
         ("data={split: 3.10}", "data.split: must be a valid string, got 3.1; quote it to make it a string (--set)"),
         ("pipeline.mode=async", """got "async"; did you mean asynchronous? (--set)"""),
-        ("reward.verifier=math-verfy", "did you mean math-verify? (--set)"),
         ("architecture.num_heads=3", "architecture: num_heads=3 is not a multiple of num_kv_heads=2"),
         ("tracking.uri=mlruns", "tracking.uri: expected http(s)://HOST, sqlite:///FILE, "),
         ("tracking.uri=http://me:secret@host", "has a password, which `ps` shows and Prefect stores: set MLFLOW"),
@@ -236,7 +233,6 @@ def test_an_optional_port_is_left_open_where_the_configuration_says_so() -> None
         ("base=tiny", "base: it belongs in a configuration file, whose lowest layer it names (--set)"),
         ("pipeline.max_staleness=2", "pipeline: max_staleness=2 needs mode=asynchronous, not synchronous (--set)"),
         ("pipeline.steps.rollot.with.x=1", "pipeline.steps.rollot: there is no step rollot; did you mean rollout?"),
-        ("pipeline.insert=[{after: reward}]", "pipeline.insert: must list items"),
         ("pipeline.rewire={trainn: {rewards: x}}", "pipeline.rewire: there is no step trainn; did you mean train?"),
         ("loss.policy=gspo", "loss: policy=gspo is a mean over rows: set aggregation to seq-mean-token-mean, and"),
         ("correction.veto=0.1", "correction: veto: method=custom alone reads it, not token_tis; unset one of both"),

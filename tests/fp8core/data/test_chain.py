@@ -74,10 +74,3 @@ def test_demonstrations_are_right_in_the_asked_styles(source: ChainSource) -> No
         )
         verdict = ChainVerifier().score(demo.question, demo.completion.removesuffix(EOS), reference, "stop")
         assert verdict.outcome == "right"
-
-
-def test_the_share_of_styles_does_not_change_the_questions() -> None:
-    bare, by_step = (FIVE.demonstrations(0, 50, 0, share) for share in (0.0, 1.0))
-    assert [demo.question for demo in bare] == [demo.question for demo in by_step]
-    assert {demo.style for demo in bare} == {"bare"}
-    assert {demo.style for demo in by_step} == {"step_by_step"}

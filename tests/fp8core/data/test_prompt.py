@@ -3,7 +3,6 @@ import subprocess
 import sys
 
 import chat_templates
-import numpy as np
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
@@ -15,11 +14,6 @@ from fp8core.data.prompt import Message, check_prompt, encode_prompt, generator,
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.run.open import check_template_arguments
-
-
-def test_one_question_in_eight_is_held_out() -> None:
-    share = np.mean([is_heldout(f"question {index}") for index in range(20_000)])
-    assert abs(share - 1 / 8) < 0.01
 
 
 def test_another_process_draws_and_holds_out_the_same() -> None:

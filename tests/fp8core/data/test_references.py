@@ -8,12 +8,11 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, is_heldout
-from fp8core.data.references import readable
+from fp8core.data.prompt import is_heldout
 from fp8core.data.source import CheckedSource, build_source, check_problems
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.rewards.verifier import InProcess, IntegerVerifier, build_verifier
+from fp8core.rewards.verifier import build_verifier
 
 
 def written(path: Path, bad: set[int], rows: int = 40) -> Path:
@@ -61,21 +60,3 @@ def test_skip_that_leaves_nothing_is_refused(tmp_path: Path, bpe_tokenizer: Toke
     data = written(tmp_path / "rows.jsonl", {*range(1, 41)} - good)
     with pytest.raises(UserError, match=r"rows\.jsonl: none of the \d\d rows to train on is left: \d\d of 40 ref"):
         check(config_of(data, **{"data.unreadable": "skip"}), bpe_tokenizer)
-
-
-class Counting(InProcess):
-    def __init__(self) -> None:
-        super().__init__("integer", IntegerVerifier())
-        self.references = list[str]()
-
-    def faults(self, references: list[tuple[str, str]], source: str = "") -> list[str | None]:
-        self.references.extend(reference for _, reference in references)
-        return super().faults(references)
-
-
-def test_equal_references_are_checked_once(tmp_path: Path) -> None:
-    problems = [Problem(f"{n}", f"Q{n}?", "none" if n == 7 else f"#### {n % 20}", f"rows:{n}") for n in range(40)]
-    verifier = Counting()
-    found = readable(problems, config_of(tmp_path / "rows.jsonl", **{"data.unreadable": "skip"}), verifier)
-    assert [row.problem.place for row in found.left_out] == ["rows:7"]
-    assert len(verifier.references) == 21

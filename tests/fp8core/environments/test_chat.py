@@ -84,20 +84,6 @@ def test_an_observation_is_the_difference_of_two_renderings(tokenizer, end, obse
         assert text_of(tokenizer, found) == observed + spoken[end]
 
 
-def test_a_conversation_is_what_the_template_makes_of_it():
-    """Tokens of three turns after another, against one rendering of all."""
-    talk = Talk(LLAMA, "qwen")
-    conversation = talk.open(Turn((QUESTION,), (TOOL,)))
-    tokens, messages = [*conversation.prompt], [QUESTION._asdict()]
-    for number in range(3):
-        written = LLAMA.encode(f"turn {number}<|eot_id|>")
-        answer = [Said("tool", f"answer {number}"), Said("user", "Go on.")]
-        tokens += [*written, *conversation.observe(answer, written[-1])]
-        messages += [{"role": "assistant", "content": f"turn {number}"}, *(said._asdict() for said in answer)]
-    functions = [{"type": "function", "function": TOOL._asdict()}]
-    assert tokens == LLAMA.encode(LLAMA.render(messages, functions))
-
-
 def test_the_end_of_a_turn_is_written_once():
     """By the policy, with any token that ends completions, or else by the template."""
     for last, first in (("<|eot_id|>", "<|start"), ("<|eom_id|>", "<|start"), (None, "<|eot_id|><|start")):
@@ -214,7 +200,3 @@ def test_a_call_of_the_template_is_read():
 def test_a_template_without_calls_that_are_known_needs_a_setting(more):
     with pytest.raises(UserError, match=r"^environment\.format=auto: a folder: the chat template writes no tool calls"):
         tool_calls_of(AUTO, build(CHATML + more, "<|im_end|>"))
-
-
-def test_without_a_template_calls_are_plain():
-    assert tool_calls_of(AUTO, character_tokenizer("0123456789*=[]#$", 20, "$")) == "plain"

@@ -49,14 +49,12 @@ def ask(pool: EnvironmentPool, *texts: str, start: str = "") -> Turn | Outcome:
     [
         ("fail('it')", "ValueError: no good: it"),
         ("os._exit(3)", "its process ended (exit code 3)"),
-        ("sys.exit(4)", "SystemExit: 4"),
         ("ctypes.string_at(0)", "its process ended (SIGSEGV)"),
         ("bytearray(2**40)", "MemoryError"),
         ("None", "InvalidReply: the environment returned NoneType, neither a Turn nor an Outcome"),
         ("Turn(())", "ValueError: messages are empty"),
         ("Turn((Said('system', 'obey'),))", "InvalidReply: a message is Said(role='system'"),
         ("Turn((Said('user', 'x'),), reward=float('nan'))", "ValueError: reward is nan, not a number from"),
-        ("Turn((Said('user', 'x'),), failed=-1)", "ValueError: failed is -1, not a count"),
         ("Turn((Said('user', 'x'),), info={'A B': 1})", "ValueError: info has the name 'A B'"),
         ("Outcome('fine')", "InvalidReply: outcome is 'fine'; there are: judge, right"),
         ("self.closing('fail(1)', Outcome('right', 1))", "ValueError: no good: 1"),
@@ -119,17 +117,6 @@ def test_numbers_at_random_follow_from_the_task_alone(pool: EnvironmentPool) -> 
     assert drawn[0, 3] == said(str(random.Random(12345).random()))
     for sample in range(4):
         pool.end((0, sample))
-
-
-def test_an_episode_that_does_not_close_is_killed(start_pool: StartPool, hostile_file: Path) -> None:
-    pool = start_pool(f"{hostile_file}:Hostile", max_concurrent_episodes=1, limits=LIMITS._replace(timeout_seconds=2.0))
-    pool.begin((0, 0), Task("self.closing('time.sleep(99)', said('ok'))", "", 0))
-    collect(pool, 1)
-    pool.end((0, 0))
-    pool.begin((0, 0), Task("said('next')", "", 0))
-    assert collect(pool, 1) == {(0, 0): said("next")}
-    pool.close()
-    pool.close()
 
 
 PARENT = """

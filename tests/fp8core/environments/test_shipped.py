@@ -1,6 +1,5 @@
 """The calculator, and Python in its sandbox."""
 
-import contextlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 
 from fp8core.data.chain import running_values
-from fp8core.environments import sandbox
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Action, Environment, Outcome, Said, Task, ToolCall, Turn
 from fp8core.environments.sandbox import Interpreter
@@ -176,13 +174,6 @@ def test_a_call_that_takes_too_long_ends_and_says_so(python: Interpreter, code: 
     assert python.run("kept") == ("line 1: NameError: name 'kept' is not defined", True)
 
 
-def test_without_bubblewrap_the_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox.shutil, "which", lambda _: None)
-    monkeypatch.setattr(sandbox, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"apt install bubblewrap, or pip install 'fp8-grpo\[sandbox\]'"):
-        Python.prepare()
-
-
 def test_a_command_of_the_users_runs_the_code_in_place_of_bubblewrap() -> None:
     tool = Python.prepare(container=[sys.executable, "-I"])()
     tool.start(Task("How many?", "", 0))
@@ -191,14 +182,3 @@ def test_a_command_of_the_users_runs_the_code_in_place_of_bubblewrap() -> None:
     tool.close()
     with pytest.raises(UserError, match="its sandbox does not run: the interpreter ended"):
         Python.prepare(container=["false"])
-
-
-def test_an_episode_of_python_keeps_its_names() -> None:
-    with contextlib.closing(EnvironmentPool("python", {}, LIMITS._replace(memory_mb=1024), 1)) as pool:
-        pool.begin((0, 0), Task("How many?", "42", 0))
-        assert isinstance(pool.replies(wait=True)[0][1], Turn)
-        for code, answer in (("a = 6", "(no output)"), ("a * 7", "42")):
-            pool.act((0, 0), Action("", (ToolCall("python", {"code": code}),)))
-            assert pool.replies(wait=True)[0][1] == Turn((Said("tool", answer),))
-        pool.act((0, 0), Action("42"))
-        assert pool.replies(wait=True)[0][1] == Outcome("judge")

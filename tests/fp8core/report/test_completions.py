@@ -1,7 +1,6 @@
 """Completions on the page: which are chosen, what has a colour, and that their text is no markup."""
 
 import re
-import shutil
 
 import pyarrow as pa
 
@@ -10,8 +9,6 @@ from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COLUMNS
-
-HOSTILE = "<script>alert(1)</script>\u202e\x1b[2J"
 
 
 def rewrite(run_copy, kind: str, change, *columns: pa.Field) -> None:
@@ -85,15 +82,6 @@ def test_groups_whose_rewards_differ_come_first_and_show_both(run_copy) -> None:
     first, *others = read_run(run_copy.folder, "run").examples[::2]
     assert [done.reward for done in first.completions] == [0.0, 1.0]
     assert {done.reward for one in others for done in one.completions} == {0.0}
-
-
-def test_a_hostile_completion_is_text(run_copy) -> None:
-    shutil.rmtree(run_copy.folder / "checkpoints")
-    rewrite(run_copy, "rollouts", lambda step, row: row.update(text=HOSTILE, prompt_id=HOSTILE))
-    page = report_html([read_run(run_copy.folder, "run")])
-    assert "<script>alert" not in page
-    assert not {"\u202e", "\x1b"} & {*section(page)}
-    assert section(page).count("&lt;script&gt;alert(1)&lt;/script&gt;\\u202e\\x1b[2J") >= 2
 
 
 def test_held_out_prompts_are_the_same_ones_at_the_first_and_the_last_evaluation(run_copy) -> None:

@@ -134,14 +134,6 @@ def test_texts_of_others_are_escaped_and_turn_and_hide_nothing(whole_run) -> Non
     assert shown.tags.count("script") == len(shown.figures) + 2
 
 
-def test_metrics_of_own_steps_have_a_section(whole_run) -> None:
-    run = read_run(whole_run.folder, "whole")
-    own = replace(run, history=[{**row, "tone/polite": row["step"] / 4} for row in run.history])
-    page = Page(report_html([own]))
-    assert "tone/polite" in page.figures
-    assert page.sections == [SECTIONS[0], "own", *SECTIONS[1:]]
-
-
 def test_a_collapsed_run_says_so_above_the_charts_and_marks_the_step_in_each(whole_run) -> None:
     run = read_run(whole_run.folder, "whole")
     assert '<p class="answer alarm">' not in report_html([run])

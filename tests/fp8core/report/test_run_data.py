@@ -19,14 +19,6 @@ def test_the_history_is_what_the_steps_recorded(whole_run) -> None:
     assert (run.status, run.requested, run.missing) == ("finished, 4 steps", 4, [])
 
 
-def test_times_are_those_of_the_ledger(whole_run) -> None:
-    run = read_run(whole_run.folder, "whole")
-    for step in range(1, 5):
-        tasks = whole_run.ledger.tasks(step)
-        assert {name: run.seconds[name][step] for name in run.seconds} == {n: t.seconds for n, t in tasks.items()}
-        assert 0 < run.busy[step] <= sum(task.seconds for task in tasks.values()) + 1e-6
-
-
 def test_the_time_of_a_run_is_that_of_its_start_of_its_steps_and_a_rest(whole_run) -> None:
     view = read_run(whole_run.folder, "whole").view
     spent = time_spent(view)

@@ -1,32 +1,8 @@
-"""Text that people read: evaluations, pipelines and progress."""
+"""The text of an evaluation."""
 
-import pytest
-
-from fp8core.config.pipeline import PipelineConfig
-from fp8core.config.step_graph import StepGraph, check_pipeline
-from fp8core.config.steps import StepSpec
 from fp8core.evaluation.measure import EvaluationResult, measure, paired_differences, score_prompt
-from fp8core.report.text import evaluation_text, pipeline_text
+from fp8core.report.text import evaluation_text
 from fp8core.rewards.scorer import RIGHT, scorer_crash, wrong
-
-SPECS = {
-    "m:end": StepSpec("end", {"policy": "policy"}, {"rollouts": "rollouts", "statistics": "statistics"}),
-    "m:score": StepSpec("score", {"rollouts": "rollouts"}, {"rewards": "rewards"}),
-    "m:measure": StepSpec("measure", {"statistics": "statistics"}, {"report": "report"}),
-    "m:train": StepSpec("train", {"rewards": "rewards", "rollouts": "rollouts"}, {"next_policy": "policy"}),
-}
-
-
-@pytest.fixture
-def graph() -> StepGraph:
-    steps = [
-        {"name": "end", "uses": "m:end", "needs": ["policy"]},
-        {"name": "score", "uses": "m:score", "needs": ["rollouts"], "provides": {"rewards": "scores"}},
-        {"name": "measure", "uses": "m:measure", "needs": ["statistics"]},
-        {"name": "train", "uses": "m:train", "needs": {"rewards": "scores", "rollouts": "rollouts"}},
-    ]
-    pipeline = PipelineConfig.model_validate({"steps": steps, "carries": {"policy": "next_policy"}})
-    return check_pipeline(pipeline, {"policy": "policy"}, SPECS.__getitem__)
 
 
 def test_an_evaluation_says_every_estimate_difference_and_outcome():
@@ -48,9 +24,3 @@ def test_an_evaluation_says_every_estimate_difference_and_outcome():
     assert rows["fp8 - bf16"][3:6] == ["-0.5000", "[-0.8750,", "+0.6250]"], "two prompts say little"
     assert (rows["bf16, a"][2], rows["bf16, b"][2]) == ("1.0000", "0.5000"), "each source has a prompt"
     assert rows["fp8"] == ["fp8", "1", "2", "0", "0", "1", "4.5"]
-
-
-def test_a_pipeline_shows_levels_connections_and_what_runs_side_by_side(graph: StepGraph) -> None:
-    lines = pipeline_text(graph).splitlines()
-    assert ["1", "score", "rollouts", "rewards=scores"] in [line.split() for line in lines]
-    assert lines[-2:] == ["* from the previous iteration: policy (was next_policy)", "side by side: score, measure"]

@@ -72,20 +72,10 @@ def test_a_hostile_answer_is_bounded_gets_no_credit_and_runs_no_code(
     assert not (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("hedge", ["17, 18", "18 or 17", r"\{17, 18\}", r"\pm 18"])
-def test_several_answers_get_no_credit(pool: VerifierPool, hedge: str) -> None:
-    for completion in (f"#### {hedge}", rf"so $\boxed{{{hedge}}}$", rf"\boxed{{18}} or \boxed{{{hedge}}}"):
-        assert ask(pool, completion).score == 0, completion
-
-
 def test_a_reference_without_an_expression_is_the_datas_mistake(pool: VerifierPool) -> None:
     faults = pool.faults([("How many?", r"\frac{1}{2}"), ("How many?", "####"), ("How many?", "#### 18")])
     assert [fault is None for fault in faults] == [True, False, True]
     assert str(faults[1]).startswith("reward.verifier=math-verify: the reference of 'How many?' ends in '####'")
-
-
-def test_the_record_names_the_libraries(pool: VerifierPool) -> None:
-    assert pool.describe().keys() == {"verifier", "math-verify", "latex2sympy2-extended", "sympy"}
 
 
 @pytest.mark.parametrize("noise", ["$", "\\", "{", r"\boxed{", "-", "<a>"])

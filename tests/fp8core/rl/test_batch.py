@@ -1,13 +1,12 @@
 from dataclasses import replace
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8core.rl.batch import RolloutBatch, TokenBatch, column, pad, pad_column, routes, routes_column
+from fp8core.rl.batch import RolloutBatch, TokenBatch, pad, pad_column, routes, routes_column
 
 IDS = st.lists(st.integers(0, 1000), min_size=1, max_size=6)
 ROWS = st.lists(st.tuples(IDS, IDS), min_size=1, max_size=7)
@@ -81,13 +80,6 @@ def test_a_column_is_padded_as_its_rows_are(name, data):
     assert found.dtype == expected.dtype == dtype
     assert found.shape == expected.shape
     assert torch.equal(found, expected)
-
-
-@given(st.lists(st.lists(st.floats(-100, 0, width=32), max_size=5), max_size=6))
-def test_a_column_is_what_was_padded(rows):
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    found = column(pad(rows, torch.float32, float("nan")), lengths)
-    assert found.equals(pa.array(rows, pa.list_(pa.float32())))
 
 
 def test_the_fresh_mask_has_no_stale_tokens():

@@ -233,18 +233,3 @@ def test_the_denominator_counts_what_was_kept_or_everything():
     assert kept.loss_mask.equal(kept.accepted_mask)
     assert everything.loss_mask.equal(mask)
     assert 0 < int(kept.loss_mask.sum()) < int(mask.sum())
-
-
-@pytest.mark.parametrize(
-    ("level", "action", "high", "cap"),
-    [
-        ("token", "truncate", 10.0, 10.0),
-        ("token", "clip", 1.5, 1.5),
-        # Of a row, or no bound of weights at all.
-        ("sequence", "truncate", 10.0, 2.0),
-        ("token", "band", 5.0, 2.0),
-        ("token", "truncate", 0.5, 2.0),
-    ],
-)
-def test_metrics_of_truncated_weights_have_the_cap_of_the_rule(level, action, high, cap):
-    assert rule_of(level, action, high=high).weight_cap == cap

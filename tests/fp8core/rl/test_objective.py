@@ -114,18 +114,6 @@ def test_terms_and_gradient(method, reference_kl, seed):
     assert torch.allclose(current.grad.double(), gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("method", "reference_kl"), CASES)
-def test_shares_of_micro_batches_add_up(method, reference_kl):
-    batch, current = random_batch(seed=1, rows=7)
-    whole = objective(method, reference_kl)(current, batch, counts(batch)).statistics()
-    parts = [slice(0, 3), slice(3, 4), slice(4, 7)]
-    totals = {}
-    for rows in parts:
-        share = objective(method, reference_kl)(current[rows], batch.rows(rows), counts(batch)).statistics()
-        totals = merge_totals(totals, share)
-    assert totals == pytest.approx(whole, rel=1e-12)
-
-
 def test_what_is_masked_or_dropped_may_hold_anything():
     built = objective("token_tis", 0.3)
     batch, current = random_batch(seed=2)

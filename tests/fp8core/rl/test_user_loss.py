@@ -1,8 +1,5 @@
 """Losses of the user's own: what they see, what becomes of their terms, and what a broken one is told."""
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -28,13 +25,6 @@ SURROGATE = """
 def loss(tokens, options):
     bounded = tokens.ratio.clamp(1 - tokens.clip.low - options.slack, 1 + tokens.clip.high + options.slack)
     return torch.maximum(-tokens.advantages * tokens.ratio, -tokens.advantages * bounded)
-"""
-ROW_MEAN = """
-@policy_loss(options=Options)
-def loss(tokens, options):
-    lengths = tokens.active_mask.sum(dim=1, keepdim=True).clamp_min(1)
-    ratio = ((tokens.current - tokens.old).sum(dim=1, keepdim=True) / lengths).exp()
-    return -tokens.advantages * ratio
 """
 
 
@@ -74,19 +64,6 @@ def test_terms_are_weighted_and_aggregated_like_ours(written, aggregate):
         gradients = [torch.autograd.grad(loss.loss, given.current)[0] for loss in (mine, ours)]
         torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
         assert not gradients[0][~given.loss_mask].any()
-
-
-@pytest.mark.parametrize("rejected", [False, True])
-def test_a_row_mean_is_one_of_the_tokens_that_count(written, rejected):
-    given, kept = inputs(), (torch.arange(6) % 3 != 0).expand(4, 6)
-    left = {"accepted_mask": kept} if rejected else {"loss_mask": given.loss_mask & kept}
-    loss = load_loss(written(ROW_MEAN), {})(replace(given, **left), ClipRange(low=0.2, high=0.28), token_mean)
-    total = 0.0
-    for i in range(4):
-        tokens = [j for j in range(6) if given.loss_mask[i, j] and j % 3]
-        ratio = math.exp(sum((given.current - given.old)[i, j].item() for j in tokens) / max(len(tokens), 1))
-        total += sum(-given.weights[i, j].item() * given.advantages[i].item() * ratio for j in tokens)
-    assert loss.loss.item() == pytest.approx(total / given.denominator.tokens, rel=1e-6)
 
 
 BROKEN = {

@@ -1,10 +1,7 @@
-from importlib.util import find_spec
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import find_checkpoint, save_checkpoint
@@ -12,9 +9,7 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rollout.engine import PolicyScales, Sampling
-from fp8core.run.build import build_base, build_engine, build_trainer, engine_environment
-from fp8core.run.refusals import check_engine
-from fp8core.training.registry import packages_of
+from fp8core.run.build import build_base, build_engine, build_trainer
 
 FP32 = {f"precision.{side}": {"linear": "fp32", "kv_cache": "fp32"} for side in ("rollout", "training")}
 QUESTIONS = ("Tom has 17 apples and buys 2 more. How many apples does Tom have now?", "How many pencils are left?", "7")
@@ -78,11 +73,3 @@ def test_a_dense_model_has_no_experts_to_replay_or_balance():
     assert build_base(
         load_config("tiny-moe", {"rollout.router_replay": True, "loss.router.z": 0.1})
     ).arch.sparse_layers == (0, 1)
-
-
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_vllm_where_there_is_none_is_refused_before_any_work(gsm8k):
-    config = gsm8k(**{"rollout.engine": "vllm"})
-    for ask in (check_engine, engine_environment):
-        with pytest.raises(UserError, match=r"^rollout.engine=vllm: it is not installed; "):
-            ask(config, this_node(packages_of(config)))

@@ -94,7 +94,3 @@ def test_a_training_in_fp8_compiles_all_kernels_of_both_sides(folders, monkeypat
 def test_what_compiles_for_hopper_is_refused_elsewhere(folders, platform, reason):
     with pytest.raises(UserError, match=f"^qwen3-aligned compiles for .*{reason}$"):
         compile_kernels(qwen3()[0], platform, folders, lambda *_: None)
-
-
-def test_a_configuration_without_a_gpu_compiles_nothing(folders):
-    assert compile_kernels(load_config("tiny", []), "cpu", folders, lambda *_: None).jobs == 0

@@ -10,17 +10,15 @@ from fp8core.run.build import build_base
 from fp8core.run.open import check_inputs
 
 ENVIRONMENT = """
-from fp8core.environments.protocol import Outcome, Said, Tool, Turn
+from fp8core.environments.protocol import Outcome, Said, Turn
 
 class Own:
-    def __init__(self, *, rules="", only_for="", begun="", broken=False):
-        self._rules, self._only_for, self._begun, self._broken = rules, only_for, begun, broken
+    def __init__(self, *, rules="", only_for="", begun=""):
+        self._rules, self._only_for, self._begun = rules, only_for, begun
 
     def start(self, task):
         with open(self._begun, "a") as file:
             file.write(task.question + chr(10))
-        if self._broken:
-            return Outcome("crashed", detail="on purpose")
         rules = self._rules if self._only_for in task.question else ""
         return Turn((Said("system", rules), Said("user", task.question)))
 
@@ -71,11 +69,6 @@ def test_the_longest_problem_is_begun_and_refused_with_its_place(checked):
     checked([*SHORT, LONG], most=exactly, rules=RULES)
     with pytest.raises(UserError, match=rf"train\.jsonl:21: .* has {exactly} tokens .*; 1 to {exactly - 1} fit"):
         checked([*SHORT, LONG], most=exactly - 1, rules=RULES)
-
-
-def test_an_episode_that_ends_at_once_is_left_to_the_run(checked):
-    _, begun = checked([*SHORT, LONG], broken=True)
-    assert begun == [LONG]
 
 
 def test_a_first_message_that_has_no_tokens_is_refused(tmp_path):

@@ -44,14 +44,6 @@ def agreed(contract: PrecisionContract) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_a_layer_in_another_format_is_refused(layer):
-    described = agreed(precision())
-    described["linear"][layer] = "bf16" if described["linear"][layer] == "fp8_block" else "fp8_block"
-    with pytest.raises(SyncError, match=f"layer {layer} runs its linears in"):
-        check_formats(described, precision())
-
-
 @pytest.mark.parametrize("key", ["attention", "head", "scale_rule", "rounding_points"])
 def test_any_other_format_than_the_agreed_is_refused(key):
     with pytest.raises(SyncError, match=f"the engine runs {key}=other"):
