@@ -1,14 +1,8 @@
 """Bounds that every training is held to: what its contract promises, and which step breaks the promise.
 
-| contract | when | promise |
-|---|---|---|
-| exact | the embedded engine with a trainer that computes the same operations, in equal formats | equal bits |
-| aligned | an engine's aligned model with the deterministic packed trainer on a GPU, in equal formats | equal bits |
-| matched | equal formats, computed by different kernels | small errors |
-| mismatched | formats that differ | errors that the correction covers |
-| accepted | formats that differ, without any correction (`precision.accept_mismatch`) | none: bounds only warn |
-
-A setting of `alignment.stop` replaces its contract's default, and `none` removes it."""
+docs/concepts/precision.md has the contracts. A setting of `alignment.stop` replaces its contract's default, and `none`
+removes it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -143,7 +137,7 @@ def stored_bounds(config: RunConfig | None) -> StopBounds | None:
 
 def has_evidence(config: RunConfig) -> bool:
     """False where the contract is up to an engine that the configuration imports, which a stranger may have written."""
-    return config.rollout.engine in ENGINES or bool(_differing(config))
+    return config.rollout.engine in ENGINES or bool(config.precision.differing)
 
 
 def unverifiable(config: RunConfig) -> str | None:
@@ -155,9 +149,10 @@ def unverifiable(config: RunConfig) -> str | None:
 
 
 def contract_of(config: RunConfig) -> tuple[Contract, str]:
-    if differing := _differing(config):
+    if differing := config.precision.differing:
         has_correction = config.correction.method != "none" or not config.precision.accept_mismatch
-        return "mismatched" if has_correction else "accepted", f"the sides compute {', '.join(differing)}"
+        sides = ", ".join(f"{part} {a} and {b}" for part, a, b in differing)
+        return "mismatched" if has_correction else "accepted", f"the sides compute {sides}"
     kernels = config.precision.rounding_points == "kernels"
     engine = engine_entry(config).arithmetic(config)
     trainer = trainer_of(config.training)
@@ -170,13 +165,6 @@ def contract_of(config: RunConfig) -> tuple[Contract, str]:
     if engine == "kernels" and by_kernels and device == "cuda" and config.training.deterministic:
         return "aligned", "the engine's aligned model and the packed trainer run the same kernels in equal formats"
     return "matched", "engine and trainer compute equal formats with different kernels"
-
-
-def _differing(config: RunConfig) -> list[str]:
-    rollout = config.precision.rollout
-    training = config.precision.training
-    pairs = {name: (getattr(rollout, name), getattr(training, name)) for name in ("linear", "kv_cache", "head")}
-    return [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if a != b]
 
 
 def _ratio_limits(config: RunConfig, contract: Contract) -> dict[str, float]:

@@ -91,11 +91,7 @@ def _beyond_hardware(contract: PrecisionContract, platform: str) -> Iterator[str
 
 
 def _unlike_sides(contract: PrecisionContract, has_correction: bool) -> Iterator[str]:
-    unlike = [
-        f"{part} {ours}/{theirs}"
-        for part in ("linear", "kv_cache", "head")
-        if (ours := getattr(contract.rollout, part)) != (theirs := getattr(contract.training, part))
-    ]
+    unlike = [f"{part} {ours}/{theirs}" for part, ours, theirs in contract.differing]
     if unlike and not has_correction and not contract.accept_mismatch:
         yield (
             f"rollout and precision.training: they differ in {', '.join(unlike)} and correction.method=none leaves "

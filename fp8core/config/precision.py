@@ -64,6 +64,13 @@ class PrecisionContract(Section):
     def recipe(self) -> Recipe:
         return recipe_of(self.scale_rule, self.attention, (self.bf16_first_layers, self.bf16_last_layers))
 
+    @property
+    def differing(self) -> list[tuple[str, str, str]]:
+        """The parts in which rollout and training differ, with the format of each."""
+        parts = ("linear", "kv_cache", "head")
+        formats = [(part, getattr(self.rollout, part), getattr(self.training, part)) for part in parts]
+        return [(part, ours, theirs) for part, ours, theirs in formats if ours != theirs]
+
     def attention_of(self, side: SidePrecision) -> AttentionProducts | CacheFormat:
         """The attention of a side: the format of its cache, and of products where that is FP8."""
         return self.recipe.attention if side.kv_cache == "fp8" else side.kv_cache

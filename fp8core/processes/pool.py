@@ -30,7 +30,6 @@ import psutil
 
 from fp8core.errors import UserError
 from fp8core.processes.end_with_parent import TiedProcess
-from fp8core.processes.variables import variables
 
 _ROOT = str(Path(__file__).parents[2])
 _BOOT = (
@@ -126,7 +125,7 @@ class ProcessPool:
         self._control, theirs = Pipe()
         with theirs:
             arguments = ["-P", "-c", _BOOT, str(theirs.fileno()), function, _ROOT, *sys.path]
-            environment = {**variables(), **_VARIABLES}
+            environment = {**os.environ, **_VARIABLES}
             self._host = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()], environment)
         try:
             self.description = self._load(settings)

@@ -27,7 +27,3 @@ def secret(name: str, setting: str) -> str:
         problem = "holds what no key has" if value else "is not set"
         raise UserError(f"{setting}={name}: the environment variable {problem}")
     return value
-
-
-def variables() -> dict[str, str]:
-    return dict(os.environ)

@@ -98,15 +98,11 @@ def three_decimals(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 100 else short(value)
 
 
-def whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
 _FORMS: Mapping[Form, Callable[[float], str]] = {
     "short": short,
     "decimals": three_decimals,
     "tenths": "{:.1f}".format,
-    "whole": whole,
+    "whole": "{:,.0f}".format,
     "exact": format_tmpe,
 }
 

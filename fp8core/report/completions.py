@@ -119,11 +119,10 @@ def heldout_examples(view: RunView, missing: list[str]) -> Examples:
     if first is None or last is None or first[0] == last[0]:
         return []
     names = [name for name in first[1] if name in last[1]][:HELDOUT_PROMPTS]
-    return [_heldout(step, by[name]) for name in names for step, by in (first, last)]
-
-
-def _heldout(step: int, sample: HeldoutSample) -> PromptExamples:
-    return PromptExamples(step, sample.prompt, [ShownCompletion(sample.score, [Piece(sample.text, None)])])
+    samples = [(step, by[name]) for name in names for step, by in (first, last)]
+    return [
+        PromptExamples(step, one.prompt, [ShownCompletion(one.score, [Piece(one.text, None)])]) for step, one in samples
+    ]
 
 
 def _first_evaluation(

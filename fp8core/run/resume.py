@@ -7,7 +7,6 @@ run, or other code, enters them in the ledger as a redo, and later steps start f
 
 from collections.abc import Sequence
 
-import pyarrow as pa
 import torch
 from pydantic import JsonValue
 from torch import Tensor
@@ -162,7 +161,8 @@ def _restart_completions_of_lost_policies(run: RunContext, last: int) -> None:
     stream = carried_artifacts(run, last + 1)["stream"]
     table = store.get_table(stream)
     same_code = code_of(run, last) == run.code_version
-    lost_versions = {version for version in _versions_of(table) if not same_code or _is_replaced(run, version)}
+    versions = {version for row in table["versions"].to_pylist() for version in row}
+    lost_versions = {each for each in versions if not same_code or _is_replaced(run, each)}
     rows = stream_rows(table)
     restarted_rows = [row.anew() if lost_versions.intersection(row.versions) else row for row in rows]
     new_stream = store.put_table("stream", stream_table(restarted_rows, table.schema))
@@ -177,10 +177,6 @@ def _restart_completions_of_lost_policies(run: RunContext, last: int) -> None:
     run.console.note(
         f"step {last + 1}: completions begin anew whose policy ({policies}) was replaced or is of other code"
     )
-
-
-def _versions_of(stream: pa.Table) -> list[int]:
-    return sorted({version for row in stream["versions"].to_pylist() for version in row})
 
 
 def _tell_changes(run: RunContext, last: int, before: StepRecord) -> None:
