@@ -1,16 +1,10 @@
-"""The README's commands parse, generated pages are those of the code, and links lead somewhere."""
+"""Generated pages are those of the code, and links lead somewhere."""
 
 import importlib.util
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-
-import pytest
-
-from flows.cli.commands import build_parser
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,16 +16,6 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def commands() -> list[str]:
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.startswith("fp8-grpo ")]
-
-
-@pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_readme_parses(command: str) -> None:
-    build_parser().parse_args(shlex.split(command)[1:])
 
 
 def test_generated_pages_are_those_of_the_code() -> None:

@@ -117,13 +117,6 @@ def test_a_run_shows_progress_and_says_where_things_are_and_why_it_failed(
     assert (logged.info.status, logged.data.tags["error"]) == ("FAILED", reason)
 
 
-def test_a_plan_counts_what_a_judge_is_asked_about_groups_in_place_of_others_too(capsys):
-    options = "{url: http://127.0.0.1:1/v1, model: m, template: '{completion}'}"
-    judge = ["reward.verifier=judge", f"reward.options={options}", "rollout.refill.max_batches=3"]
-    assert cli.main(["plan", "tiny", *flags(*judge, "rollout.prompts_per_step=4", "rollout.group_size=2")]) == 0
-    assert "reward.options: up to 24 requests a step" in capsys.readouterr().out
-
-
 def test_a_plan_that_does_not_fit_is_printed_and_refused_in_one_line(capsys, tmp_path):
     file = tmp_path / "plan.json"
     assert cli.main(["plan", "qwen3-aligned", "--gpu", "h100", "--json", str(file)]) == 2

@@ -79,14 +79,6 @@ def test_a_killed_process_and_the_next_one_log_each_step_once_in_one_run(
     assert run.ids == {read_record(copy.folder).services["wandb"].run_id}
 
 
-def test_a_failed_training_says_so(copy: Copy, offline: None) -> None:
-    with pytest.raises(ValueError, match="broken"), copy.session():
-        raise ValueError("broken at https://me:hunter2@host")
-    run = OfflineRun(copy.folder)
-    assert run.exit_codes == [1]
-    assert (run.summary()["outcome"], run.summary()["error"]) == ("FAILED", "broken at https://me:***@host")
-
-
 def test_a_server_that_is_away_refuses_a_new_run_and_is_asked_again_for_a_known_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

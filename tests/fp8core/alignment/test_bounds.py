@@ -74,21 +74,6 @@ def test_a_setting_replaces_its_default_and_says_so() -> None:
     assert described["alignment.stop.patience"] == "4 (configuration)"
 
 
-def test_the_line_says_on_which_side_of_a_bound_a_run_fails() -> None:
-    exact = of().summary
-    assert exact.startswith("exact contract, fails if tmpe > 1, tokens_differing > 0, |ratio_bias| > 0, ")
-    assert "reward_slope < 0" in exact
-    found = of(
-        **{
-            "precision.training.linear": "bf16",
-            "alignment.stop.effective_sample_size": 0.5,
-            "alignment.stop.action": "warn",
-        }
-    )
-    assert found.summary.startswith("mismatched contract, warns if for 3 steps in a row tmpe > 1.1, k3 > 0.01, ")
-    assert "effective_sample_size < 0.5" in found.summary
-
-
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [

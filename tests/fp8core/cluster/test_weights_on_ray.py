@@ -1,4 +1,4 @@
-"""What ranks start from: no weights of a whole model in Ray's object store, and the loss of this process."""
+"""What ranks start from: no weights of a whole model in Ray's object store."""
 
 import importlib
 from contextlib import closing
@@ -11,10 +11,9 @@ from ray._private.serialization import SerializationContext
 
 from fp8core.cluster.workers import ReplicaError
 from fp8core.config.load import load_config
-from fp8core.errors import UserError
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.run.build import build_base, build_trainer, open_cluster
+from fp8core.run.build import build_base, open_cluster
 
 WIDER = {"architecture.hidden_size": 256, "architecture.intermediate_size": 1024}
 
@@ -102,19 +101,3 @@ def two_tokens() -> RolloutBatch:
     mask, old = torch.ones(2, 1, dtype=torch.bool), torch.full((2, 1), -2.0)
     sequences = TokenBatch.of([[3, 4], [5]], [[6], [7]])
     return RolloutBatch(sequences, mask, old, old, None, torch.tensor([1.0, -1.0]), mask[:, 0])
-
-
-@pytest.mark.slow
-def test_ranks_take_a_loss_from_the_file_of_this_process_wherever_they_were_started(two_nodes, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    header = "from fp8core.rl.user_loss import policy_loss\n@policy_loss()\n"
-    Path("mine.py").write_text(f"{header}def loss(tokens, options): return -tokens.ratio * tokens.advantages\n")
-    settings = {"cluster": {"address": two_nodes.address, "ranks": 2}}
-    config = load_config("tiny", {**settings, "loss.policy": "mine.py:loss"})
-    base = build_base(config)
-    with closing(open_cluster(config)) as cluster:
-        build_trainer(config, base.arch, base.tensors, cluster).close()
-        # A name under which each process sees its own folder, as nodes that share no volume do.
-        other = load_config("tiny", {**settings, "loss.policy": "/proc/self/cwd/mine.py:loss"})
-        with pytest.raises(UserError, match=r"^loss\.policy=/proc/self/cwd/mine\.py:loss: .* cannot be read"):
-            build_trainer(other, base.arch, base.tensors, cluster)

@@ -8,7 +8,6 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import is_heldout
 from fp8core.data.source import CheckedSource, build_source, check_problems
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
@@ -53,10 +52,3 @@ def test_skip_leaves_out_rows_of_both_files(tmp_path: Path, bpe_tokenizer: Token
     with pytest.raises(UserError, match=r"evaluation\.prompts takes 18 held-out rows, but there are 17"):
         check(config_of(data, **skip | {"evaluation.prompts": 18}), bpe_tokenizer)
     assert {row.question for row in left.training(0, 2, 0)} == {"Q19?", "Q20?"}
-
-
-def test_skip_that_leaves_nothing_is_refused(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
-    good = {n for n in range(1, 41) if is_heldout(f"Q{n}?")}
-    data = written(tmp_path / "rows.jsonl", {*range(1, 41)} - good)
-    with pytest.raises(UserError, match=r"rows\.jsonl: none of the \d\d rows to train on is left: \d\d of 40 ref"):
-        check(config_of(data, **{"data.unreadable": "skip"}), bpe_tokenizer)

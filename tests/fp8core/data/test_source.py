@@ -137,14 +137,6 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
             read_file(tmp_path / name, DataConfig())
 
 
-def test_damaged_compression_is_refused(tmp_path: Path) -> None:
-    whole = gzip.compress(GOOD * 3)
-    broken = whole[:12] + bytes([whole[12] ^ 0xFF]) + whole[13:]
-    for content in (whole[:-12], GOOD, broken):
-        with pytest.raises(UserError, match=r"rows\.jsonl\.gz: cannot be read"):
-            read_file(write(tmp_path, content, "rows.jsonl.gz"), DataConfig())
-
-
 ROWS = '{"question": "2+2=?", "answer": "#### 4"}\n{"question": "3+3=?", "answer": "#### 6"}\n'
 
 

@@ -78,17 +78,6 @@ def test_costs_are_those_of_a_text_at_a_time(architecture, masters_of, texts, ru
         assert cost.nats > 0
 
 
-def test_batches_change_nothing(architecture, masters_of, texts, monkeypatch):
-    arch = architecture()
-    compared = subjects(PrecisionContract(), arch, masters_of(arch))
-    whole, heard = parts.part_costs(compared, texts, NOTHING), []
-    monkeypatch.setattr(parts, "_LOGPROBS", 1)
-    single = parts.part_costs(compared, texts, lambda done, total: heard.append((done, total)))
-    assert heard == [(done, 5) for done in range(5)]
-    for name, cost in whole.parts.items():
-        assert vars(cost) == pytest.approx(vars(single.parts[name]), rel=1e-12)
-
-
 def test_a_recipe_has_the_parts_that_are_in_fp8(architecture, masters_of):
     arch = architecture()
     for settings, names in (

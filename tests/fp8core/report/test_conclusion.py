@@ -90,12 +90,6 @@ def test_equal_is_said_of_equal_bits_alone(error, differing, words) -> None:
     assert words in agreement(history(RISING, (), error, differing))
 
 
-def test_a_share_that_was_compared_is_called_a_share() -> None:
-    """A run whose log-probs are the rollout's compares a sixteenth of its completions."""
-    rows = history(RISING, **{"rollout/tokens": 1600.0})
-    assert "bit for bit on the 2,400 tokens that were compared, 6.2 % of all" in agreement(rows)
-
-
 def test_the_head_names_what_decided_first_and_the_speed(run: RunData) -> None:
     many = run.view.config.model_copy(
         update={"evaluation": run.view.config.evaluation.model_copy(update={"prompts": 256})}

@@ -1,10 +1,8 @@
-from pathlib import Path
-
 import pytest
 
 from fp8core.config.run import KeepConfig
 from fp8core.metrics.reward import REWARD
-from fp8core.report.run_data import OUTSIDE_TASKS, labels, read_run, time_spent
+from fp8core.report.run_data import OUTSIDE_TASKS, read_run, time_spent
 from fp8core.store.gc import plan_removal, remove
 from fp8core.store.metrics import HELDOUT, series
 
@@ -67,8 +65,3 @@ def test_damage_is_named_and_the_rest_is_there(run_copy) -> None:
     for place in ("metrics of step 2: the file is missing", "completions of step 4:", manifest.uri):
         assert place in text
     assert "libraries" in dict(run.provenance.lines(run.view))
-
-
-def test_runs_of_one_name_are_told_apart() -> None:
-    assert labels([Path("/a/runs/x"), Path("/b/runs/y")]) == ["x", "y"]
-    assert labels([Path("/a/runs/x"), Path("/b/runs/x")]) == ["/a/runs/x", "/b/runs/x"]

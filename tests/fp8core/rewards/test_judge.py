@@ -10,8 +10,6 @@ from pydantic import ValidationError
 from fp8core.config.load import load_config
 from fp8core.config.reward import RewardConfig
 from fp8core.config.run import own_code
-from fp8core.data.prompt import problem
-from fp8core.data.source import failed_answer
 from fp8core.errors import UserError
 from fp8core.rewards import judge
 from fp8core.rewards.scorer import ScoreRequest
@@ -118,15 +116,6 @@ def test_a_server_that_refuses_all_is_one_line_without_the_key(server, monkeypat
         monkeypatch.setenv("JUDGE_KEY", value)
         with pytest.raises(UserError, match=f"^reward.options.key_variable=JUDGE_KEY: the .* variable {fault}$"):
             asked(server, ["x"])
-
-
-def test_a_reply_without_a_score_about_the_first_reference_is_told(server):
-    server.reply = lambda text, before: "Well" if "3" in text else "Score: 0"
-    config = load_config("tiny", {"reward": {"verifier": "judge", "options": options(server)}})
-    with closing(build_verifier(config.reward)) as verifier:
-        assert failed_answer(problem("1+1=", "2"), config, verifier) is None
-        told = failed_answer(problem("1+2=", "3"), config, verifier)
-    assert told.endswith("where a completion is the reference of the first problem: no score in 'Well'")
 
 
 @pytest.mark.parametrize(

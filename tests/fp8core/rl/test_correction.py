@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from fp8core.config.training import CorrectionConfig, FilterConfig, FilterName, WeightingConfig
 from fp8core.errors import UserError
-from fp8core.rl.correction import correct, correction_rule, log_ratio, passes
+from fp8core.rl.correction import correct, correction_rule, passes
 
 GOLDEN_D = [0.1, -1.5, 0.8, -10.0, 0.3]
 ROWS = st.lists(st.lists(st.tuples(st.floats(-25, 25), st.booleans()), min_size=3, max_size=3), min_size=1, max_size=5)
@@ -68,14 +68,6 @@ def test_every_level_and_action_equals_an_independent_loop(level, action, rows):
         expected = [slow_action(action, w, m, 0.5, 2.0) for w, (_, m) in zip(slow_raw(level, row), row, strict=True)]
         assert found.weights[i].tolist() == pytest.approx([w for w, _ in expected], rel=1e-12, abs=1e-300)
         assert found.accepted_mask[i].tolist() == [m for _, m in expected]
-
-
-def test_log_ratio_hides_masked_junk_and_carries_no_gradient():
-    training = torch.tensor([[1.0, math.nan, -1.0]], requires_grad=True)
-    d = log_ratio(training, torch.tensor([[0.5, math.inf, -1.0]]), torch.tensor([[True, False, True]]))
-    assert d.tolist() == [[0.5, 0.0, 0.0]]
-    assert d.dtype == torch.float64
-    assert not d.requires_grad
 
 
 def build(name, low=0.5, high=2.0):
