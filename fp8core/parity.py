@@ -275,13 +275,6 @@ def _worst(
     return Check(name, what, FAIL if beyond else PASS, text, bound)
 
 
-def _outcome_of(low: float, high: float) -> ParityOutcome:
-    """PASS for an interval above 0, FAIL for one below; NOT ENOUGH DATA for one across it."""
-    if low >= 0:
-        return PASS
-    return FAIL if high < 0 else NOT_ENOUGH
-
-
 def _learning(
     name: str, runs: Sequence[TrainingMeasurement], baseline: Sequence[TrainingMeasurement], config: ParityConfig
 ) -> Iterator[Check]:
@@ -295,7 +288,8 @@ def _learning(
         if gap is None:
             yield Check(name, check, NOT_ENOUGH, f"{len(pairs)} pairs of seeds", bound)
         else:
-            outcome = _outcome_of(gap.low + limit, gap.high + limit)
+            # An interval across the bound decides nothing.
+            outcome: ParityOutcome = PASS if gap.low + limit >= 0 else FAIL if gap.high + limit < 0 else NOT_ENOUGH
             text = f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f}, {len(pairs)} seeds)"
             yield Check(name, check, outcome, text, bound)
 
