@@ -90,6 +90,7 @@ def _finish(job: Job, future: "Future[None]", versions: str) -> None:
 def multiply(product: Product, device: str = "cuda") -> None:
     """Compute products of zeros, which compiles their kernels where the library does that."""
     from fp8core.numerics.gemm import forward_gemm, weight_gradient_gemm
+    from fp8core.numerics.grouped import ExpertRows, grouped_gemm
     from fp8core.numerics.packed import head_logits
     from fp8core.numerics.recipe import TILE
 
@@ -110,6 +111,12 @@ def multiply(product: Product, device: str = "cuda") -> None:
             del hidden, weight
         elif product.operands == "fp8_gradient":
             weight_gradient_gemm(zeros(outputs, rows), zeros(contraction, rows))
+        elif product.operands == "experts":
+            codes = zeros(product.experts * outputs, contraction)[0].view(product.experts, outputs, contraction)
+            tiles = torch.ones(product.experts, -(-outputs // TILE), -(-contraction // TILE), device=device)
+            # The product reads no more of the rows than their owners.
+            owners = torch.zeros(rows, dtype=torch.int32, device=device)
+            grouped_gemm(zeros(rows, contraction), (codes, tiles), ExpertRows(owners, owners, owners, owners, owners))
         else:
             tiles = torch.ones(-(-outputs // TILE), -(-contraction // TILE), device=device)
             forward_gemm(zeros(rows, contraction), (zeros(outputs, contraction)[0], tiles))

@@ -14,12 +14,14 @@ from fp8core.numerics.grouped import NO_EXPERT, ExpertRows, most_rows
 from fp8core.numerics.recipe import TILE
 
 _TOKENS = 8
-_SLOTS = 4096
+_SLOTS = 2048
+_ROWS = 1024
+_COLUMNS = 1024
 _NO_EXPERT = tl.constexpr(NO_EXPERT)
 _EXACT = {"enable_fp_fusion": False}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _choose_kernel(
     logits: tl.tensor, experts: tl.tensor, gates: tl.tensor, tokens: tl.tensor, count: tl.constexpr, k: tl.constexpr,
     of_all: tl.constexpr, block: tl.constexpr, padded: tl.constexpr,
@@ -59,7 +61,7 @@ def choose_experts(logits: Tensor, k: int, normalise_top_k: bool) -> tuple[Tenso
     return experts, gates
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _count_kernel(experts: tl.tensor, filled: tl.tensor, slots: tl.tensor, block: tl.constexpr) -> None:
     expert = tl.program_id(0)
     total = 0
@@ -70,7 +72,7 @@ def _count_kernel(experts: tl.tensor, filled: tl.tensor, slots: tl.tensor, block
     tl.store(filled + expert, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "rows"])
 def _place_kernel(
     experts: tl.tensor, filled: tl.tensor, sizes: tl.tensor, owners: tl.tensor, sources: tl.tensor, places: tl.tensor,
     spans: tl.tensor, slots: tl.tensor, rows: tl.tensor, count: tl.constexpr, padded: tl.constexpr,
@@ -120,18 +122,17 @@ def expert_rows(experts: Tensor, count: int, multiple: int) -> ExpertRows:
     owners, sources = torch.empty(2, rows, dtype=torch.int32, device=device)
     places = torch.empty(tokens, k, dtype=torch.int64, device=device)
     spans = torch.empty(rows // multiple, 2, dtype=torch.int32, device=device)
-    block = min(_SLOTS, triton.next_power_of_2(slots))
     padded = triton.next_power_of_2(count + 1)
     with torch.cuda.device_of(experts):
-        _count_kernel[(count,)](experts, filled, slots, block, num_warps=8)
+        _count_kernel[(count,)](experts, filled, slots, _SLOTS, num_warps=8)
         _place_kernel[(count + 1,)](
-            experts, filled, sizes, owners, sources, places, spans, slots, rows, count, padded, multiple, block,
-            num_warps=8,
+            experts, filled, sizes, owners, sources, places, spans, slots, rows, count, padded, multiple,
+            _SLOTS, num_warps=8,
         )  # fmt: skip
     return ExpertRows(sizes, owners, sources, places, spans)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["none"])
 def _gather_kernel(
     words: tl.tensor, slots: tl.tensor, out: tl.tensor, width: tl.tensor, none: tl.tensor, k: tl.constexpr,
     block: tl.constexpr,
@@ -148,7 +149,7 @@ def _gather_kernel(
 def _gather(words: Tensor, rows: ExpertRows, out: Tensor) -> None:
     """Rows of words of four bytes."""
     width = words.shape[1]
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(_COLUMNS, triton.next_power_of_2(width))
     with torch.cuda.device_of(words):
         _gather_kernel[(len(rows.slots),)](words, rows.slots, out, width, rows.places.numel(), rows.k, block)
 
@@ -159,7 +160,7 @@ def gathered(x: Tensor, rows: ExpertRows) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "none"])
 def _gather_scales_kernel(
     scales: tl.tensor, slots: tl.tensor, out: tl.tensor, rows: tl.tensor, pitch: tl.tensor, out_pitch: tl.tensor,
     none: tl.tensor, k: tl.constexpr, block: tl.constexpr,
@@ -177,11 +178,11 @@ def gathered_codes(x: Codes, rows: ExpertRows) -> Codes:
     count = len(rows.slots)
     out = RowCodes.empty(count, codes.shape[1], codes.device)
     _gather(codes.view(torch.int32), rows, out.codes.view(torch.int32))
-    grid = (triton.cdiv(count, 1024), scales.shape[1])
+    grid = (triton.cdiv(count, _ROWS), scales.shape[1])
     with torch.cuda.device_of(codes):
         _gather_scales_kernel[grid](
             scales, rows.slots, out.scales, count, scales.stride(1), out.scales.stride(0), rows.places.numel(), rows.k,
-            1024,
+            _ROWS,
         )  # fmt: skip
     return out.result()
 
@@ -207,13 +208,13 @@ def mixed(outputs: Tensor, rows: ExpertRows, gates: Tensor) -> Tensor:
     tokens, k = gates.shape
     width = outputs.shape[1]
     out = torch.empty(tokens, width, dtype=torch.bfloat16, device=outputs.device)
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(_COLUMNS, triton.next_power_of_2(width))
     with torch.cuda.device_of(outputs):
         _mix_kernel[(tokens, triton.cdiv(width, block))](outputs, rows.places, gates, out, width, k, block, **_EXACT)
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["none"])
 def _mix_backward_kernel(
     grad: tl.tensor, outputs: tl.tensor, slots: tl.tensor, gates: tl.tensor, of_outputs: tl.tensor, of_gates: tl.tensor,
     width: tl.tensor, none: tl.tensor, k: tl.constexpr, block: tl.constexpr,
@@ -235,7 +236,7 @@ def _mix_backward_kernel(
 def mix_backward(grad: Tensor, outputs: Tensor, rows: ExpertRows, gates: Tensor) -> tuple[Tensor, Tensor]:
     width = outputs.shape[1]
     of_outputs, of_gates = torch.empty_like(outputs), torch.empty_like(gates)
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(_COLUMNS, triton.next_power_of_2(width))
     with torch.cuda.device_of(outputs):
         _mix_backward_kernel[(len(outputs),)](
             grad.contiguous(), outputs, rows.slots, gates, of_outputs, of_gates, width, gates.numel(), rows.k, block,
@@ -262,7 +263,55 @@ def token_sums(by_row: Tensor, rows: ExpertRows) -> Tensor:
     tokens, k = rows.places.shape
     width = by_row.shape[1]
     out = torch.empty(tokens, width, device=by_row.device)
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(_COLUMNS, triton.next_power_of_2(width))
     with torch.cuda.device_of(by_row):
         _sum_kernel[(tokens, triton.cdiv(width, block))](by_row, rows.places, out, width, k, block, **_EXACT)
     return out
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    grad: tl.tensor, grad_scales: tl.tensor, x: tl.tensor, x_scales: tl.tensor, sizes: tl.tensor, total: tl.tensor,
+    outputs: tl.tensor, inputs: tl.tensor, grad_pitch: tl.tensor, x_pitch: tl.tensor, padded: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:  # fmt: skip
+    """A tile of one expert's gradient; columns are K-major, those of an expert together."""
+    across = tl.cdiv(inputs, tile)
+    expert = tl.program_id(1)
+    every = tl.arange(0, padded)
+    each = tl.load(sizes + every, mask=every < tl.num_programs(1), other=0)
+    start = tl.multiple_of(tl.sum(tl.where(every < expert, each, 0), 0), tile)
+    size = tl.multiple_of(tl.sum(tl.where(every == expert, each, 0), 0), tile)
+    if size == 0:
+        return
+    output = tl.program_id(0) // across * tile + tl.arange(0, tile)
+    column = tl.program_id(0) % across * tile + tl.arange(0, tile)
+    token = tl.arange(0, tile)
+    left = grad + start.to(tl.int64) * outputs + output[:, None].to(tl.int64) * size + token[None, :]
+    right = x + start.to(tl.int64) * inputs + column[None, :].to(tl.int64) * size + token[:, None]
+    left_scale = grad_scales + (start // tile).to(tl.int64) * grad_pitch + output
+    right_scale = x_scales + (start // tile).to(tl.int64) * x_pitch + column
+    inside_left, inside_right = output < outputs, column < inputs
+    result = tl.zeros([tile, tile], tl.float32)
+    for group in range(0, size // tile):
+        a = tl.load(left + group * tile, mask=inside_left[:, None], other=0.0)
+        b = tl.load(right + group * tile, mask=inside_right[None, :], other=0.0)
+        of_a = tl.load(left_scale + group * grad_pitch, mask=inside_left, other=0.0)
+        of_b = tl.load(right_scale + group * x_pitch, mask=inside_right, other=0.0)
+        result += tl.dot(a, b) * (of_a[:, None] * of_b[None, :])
+    at = total + (expert.to(tl.int64) * outputs + output[:, None]) * inputs + column[None, :]
+    inside = inside_left[:, None] & inside_right[None, :]
+    tl.store(at, tl.load(at, mask=inside, other=0.0) + result, mask=inside)
+
+
+def grouped_weight_gradient(grad: Codes, x: Codes, rows: ExpertRows, total: Tensor) -> Tensor:
+    # DeepGEMM 2.5.0 has this product, but rewrites a descriptor that loads of the expert before may still read.
+    count, outputs, inputs = total.shape
+    assert grad[1].stride(0) == x[1].stride(0) == 1, "scales lie group by group"
+    grid = (triton.cdiv(outputs, TILE) * triton.cdiv(inputs, TILE), count)
+    with torch.cuda.device_of(total):
+        _weight_gradient_kernel[grid](
+            *grad, *x, rows.sizes, total, outputs, inputs, grad[1].stride(1), x[1].stride(1),
+            triton.next_power_of_2(count), TILE, num_warps=8, num_stages=4,
+        )  # fmt: skip
+    return total

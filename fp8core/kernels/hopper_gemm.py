@@ -55,14 +55,6 @@ def grouped_bf16_input_gradient(grad: Tensor, weights: Tensor, rows: ExpertRows)
     return of_input
 
 
-def grouped_weight_gradient(grad: Codes, x: Codes, rows: ExpertRows, total: Tensor) -> Tensor:
-    library, counts = _grouping_library(total.device), rows.counts
-    tokens = sum(counts)
-    columns = [(codes.view(-1)[: len(codes) * tokens], scales[:, : tokens // TILE]) for codes, scales in (grad, x)]
-    library.k_grouped_fp8_gemm_nt_contiguous(*columns, total, counts, rows.sizes, total, (1, 1, TILE), "mn")
-    return total
-
-
 def grouped_bf16_weight_gradient(grad: Tensor, x: Tensor, rows: ExpertRows, total: Tensor) -> Tensor:
     library, counts = _grouping_library(total.device), rows.counts
     tokens = sum(counts)

@@ -165,7 +165,7 @@ def grouped_bf16_input_gradient(grad: Tensor, weights: Tensor, rows: ExpertRows)
     return grouped_product(torch.mm, grad.split(rows.counts), weights, rows.counts)
 
 
-@with_kernel("hopper_gemm")
+@with_kernel("experts")
 def grouped_weight_gradient(grad: Codes, x: Codes, rows: ExpertRows, total: Tensor) -> Tensor:
     """`gemm.weight_gradient_gemm` of each expert's rows, added to FP32 [experts, out, in] in place. Columns of each
     expert lie together (`spans`)."""

@@ -9,10 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, Experts
+from fp8core.numerics.grouped import most_rows
+from fp8core.numerics.recipe import TILE
 
-Operands = Literal["fp8_block", "bf16", "fp8_gradient"]
-"""Codes with scales to a BF16 result; BF16 to FP32 as the output head is multiplied; codes to a weight's gradient."""
+Operands = Literal["fp8_block", "bf16", "fp8_gradient", "experts"]
+"""Codes with scales to a BF16 result; BF16 to FP32 as the output head and routers are multiplied; codes to a weight's
+gradient; codes by expert."""
 
 _ALIKE = 16
 # Numbers of rows that one process computes: it compiles the few tilings of neighbours one after another.
@@ -24,12 +27,14 @@ class Product:
     """All products with one weight, of `outputs` rows and `contraction` columns, or all that are added to its gradient.
 
     `rows`: numbers of rows that it may be multiplied with; of a gradient, numbers of tokens that it may be a sum of.
+    `experts`: how many weights there are, one above the other.
     """
 
     operands: Operands
     outputs: int
     contraction: int
     rows: Sequence[int]
+    experts: int = 1
 
 
 def shared_out(products: Iterable[Product]) -> list[Product]:
@@ -61,11 +66,24 @@ def layer_products(arch: Architecture, rows: range) -> Iterator[Product]:
     """Forward products of a layer's linears in block FP8."""
     for outputs, contraction in linear_shapes(arch):
         yield Product("fp8_block", outputs, contraction, rows)
+    if arch.experts is not None:
+        yield Product("bf16", arch.experts.count, arch.hidden_size, rows)
+        yield from _expert_products(arch, arch.experts, rows)
 
 
 def gradient_products(arch: Architecture, rows: range) -> Iterator[Product]:
     for outputs, contraction in linear_shapes(arch):
         yield Product("fp8_block", contraction, outputs, rows)
+    if arch.experts is not None:
+        for product in _expert_products(arch, arch.experts, rows):
+            yield replace(product, outputs=product.contraction, contraction=product.outputs)
+
+
+def _expert_products(arch: Architecture, experts: Experts, tokens: range) -> Iterator[Product]:
+    rows = range(TILE, most_rows(tokens[-1] * experts.per_token, experts.count, TILE) + 1, TILE)
+    hidden, width = arch.hidden_size, experts.intermediate_size
+    for outputs, contraction in ((2 * width, hidden), (hidden, width)):
+        yield Product("experts", outputs, contraction, rows, experts.count)
 
 
 def weight_gradient_products(arch: Architecture, tokens: range) -> Iterator[Product]:

@@ -16,6 +16,7 @@ from fp8core.numerics.grouped import (
     expert_rows,
     gathered,
     gathered_codes,
+    grouped_weight_gradient,
     mix_backward,
     mixed,
     token_sums,
@@ -136,3 +137,20 @@ def test_sums_over_experts_and_their_gradients(device, run, route) -> None:
     found = run(mix_backward, *on(device, (grad, outputs)), own, gates.to(device))
     for each, expected in zip(found, mix_backward(grad, outputs, rows, gates), strict=True):
         assert torch.allclose(each.cpu().float(), expected.float(), rtol=2**-7, atol=1e-4)
+
+
+@ROUTES
+def test_gradients_of_weights_are_sums_over_an_experts_tokens(device, run, route) -> None:
+    tokens, count, _k = route
+    rows = rows_of(*route)[1]
+    sides = [
+        row_and_column_codes(gathered(random(tokens, width, seed=width), rows), *GROUPS, None, rows.spans)[1]
+        for width in (192, 256)
+    ]
+    total = random(count, 192, 256, seed=3).float()
+    by_group = [(codes.to(device), scales.t().contiguous().to(device).t()) for codes, scales in sides]
+    found = run(grouped_weight_gradient, *by_group, on(device, rows), total.clone().to(device))
+    expected = grouped_weight_gradient(*sides, rows, total.clone())
+    assert (found.cpu() - expected).norm() <= 1e-3 * expected.norm()
+    alone = [expert for expert, size in enumerate(rows.counts) if not size]
+    assert torch.equal(found[alone].cpu(), total[alone])
