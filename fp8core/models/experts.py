@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fp8core.models.router_losses import RouterLosses, choice_mask, with_gradient
+from fp8core.models.router_losses import RouterLosses, with_gradient
 from fp8core.numerics.elementwise import Rounding, RoundingPoints, swiglu
 from fp8core.numerics.gemm import aligned_gemm
 from fp8core.numerics.grouped import expert_rows, gate_weights, gathered, grouped_product, top_k, weighted_sum
@@ -130,8 +130,7 @@ def feed_forward(
     experts = routing.choose(layer, logits, weights.per_token)
     gates = formats.points.gates(gate_weights(logits, experts, weights.normalise_top_k))
     if losses is not None:
-        gradient = losses.gradient(logits, choice_mask(experts, len(weights.experts)))
-        gates = with_gradient(gates, logits, gradient)
+        gates = with_gradient(gates, logits, losses.gradient(logits, experts))
     return mix(x, weights.experts, formats, experts, gates)
 
 

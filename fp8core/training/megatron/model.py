@@ -118,7 +118,7 @@ class PolicyRouter(TopKRouter):
         probs, choice = super().routing(logits, *args, **kwargs)
         # A layer that is computed again runs first without gradients.
         if self.losses is not None and torch.is_grad_enabled():
-            gradient = self.losses.gradient(logits.flatten(0, -2), choice)
+            gradient = self.losses.gradient(logits.flatten(0, -2), choice.byte().topk(self.topk).indices)
             probs = with_gradient(probs, logits, gradient.view_as(logits))
         return probs, choice
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8core.models.architecture import Architecture
-from fp8core.models.router_losses import RouterLosses, choice_mask
+from fp8core.models.router_losses import RouterLosses
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.fused import add_norm
 from fp8core.numerics.grouped import (
@@ -119,7 +119,7 @@ class SparseLayer(PackedLayer):
         of_outputs, of_gates = mix_backward(grad, second.outputs, rows, route.gates)
         of_logits = gate_gradient(of_gates, route.logits, route.experts, route.gates, self._experts.normalise_top_k)
         if losses is not None:
-            of_logits = of_logits + losses.gradient(route.logits, choice_mask(route.experts, self._experts.count))
+            of_logits = of_logits + losses.gradient(route.logits, route.experts)
         of_rows = self._collect_experts("down", blocks.expert_gradients, rows, of_outputs, second.kept_inner)
         gradients = blocks.inner_expert_gradients
         of_rows = self._collect_experts("gate_up", gradients, rows, of_rows, second.inner, second.kept)
