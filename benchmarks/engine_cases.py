@@ -20,10 +20,11 @@ from fp8core.config.engines import VllmConfig
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
-from fp8core.kernels.compilation import missing_jobs, run_jobs
+from fp8core.kernels.compilation import Job, missing_jobs, run_jobs
 from fp8core.models.architecture import Architecture, padded_vocabulary
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.families import parameter_shapes
+from fp8core.models.hub import HUB_ARCHITECTURES
 from fp8core.models.weights import SCALE_SUFFIX, layer_of, rollout_formats, training_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
@@ -110,6 +111,11 @@ def qwen3_8b(layers: int) -> Architecture:
     return Architecture(**{**_SMALL, **_QWEN3_8B, "num_layers": layers, "max_positions": 40_960})
 
 
+def qwen3_30b_a3b(layers: int = 48) -> Architecture:
+    """Qwen3-30B-A3B with fewer layers, or all."""
+    return replace(HUB_ARCHITECTURES["Qwen/Qwen3-30B-A3B"], num_layers=layers)
+
+
 def llama_8b() -> Architecture:
     """Llama-3.1-8B."""
     changed = {"family": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
@@ -120,12 +126,21 @@ def llama_8b() -> Architecture:
 def compile_products(arch: Architecture, agreed: PrecisionContract, most: int) -> None:
     """DeepGEMM's kernels of steps of up to `most` tokens, on all processors: one after another they take minutes."""
     if agreed.rollout.linear == "fp8_block":
-        rows, gpu, folders = range(1, most + 1), torch.cuda.get_device_properties(0), kernel_folders()
+        rows = range(1, most + 1)
         head = Product("bf16", padded_vocabulary(arch.vocab_size), arch.hidden_size, rows)
-        found = shared_out([*layer_products(arch, rows), head])
-        missing = missing_jobs([product_job(product, folders) for product in found], gpu.name)
-        if missing:
-            run_jobs(missing, gpu.name, lambda done, jobs: None)
+        run_missing([product_job(each, kernel_folders()) for each in shared_out([*layer_products(arch, rows), head])])
+
+
+def compile_pass(products: Iterable[Product], more: Iterable[Job] = ()) -> None:
+    """As `compile_products`, of the last number of rows of each, and `more` jobs beside them."""
+    last = (replace(product, rows=product.rows[-1:]) for product in products)
+    run_missing([*more, *(product_job(product, kernel_folders()) for product in last)])
+
+
+def run_missing(jobs: Sequence[Job]) -> None:
+    gpu = torch.cuda.get_device_name()
+    if missing := missing_jobs(jobs, gpu):
+        run_jobs(missing, gpu, lambda done, jobs: None)
 
 
 def start(
@@ -161,14 +176,16 @@ def small_policy(agreed: PrecisionContract, version: int) -> Policy:
 def random_policy(arch: Architecture, agreed: PrecisionContract, own_layers: int) -> Policy:
     """Random bytes of the right types, made on the GPU: codes of spread 100 with scales of 2^-13.
 
-    Layers from `own_layers` on share the tensors of those before, where memory is short.
+    Layers from `own_layers` on share the tensors of those before, where memory is short: of a model with experts
+    theirs alone. With all equal, every token would end at the same few experts.
     """
     names = rollout_formats(agreed, arch.num_layers).stored_names()
     tensors: dict[str, Tensor] = {}
     torch.manual_seed(0)
     for name, shape in parameter_shapes(arch).items():
         layer = layer_of(name)
-        if layer is not None and layer >= own_layers:
+        is_shared = arch.experts is None or ".experts." in name
+        if layer is not None and layer >= own_layers and is_shared:
             twin = name.replace(f"layers.{layer}.", f"layers.{layer % own_layers}.")
             tensors |= {name + end: tensors[twin + end] for end in ("", SCALE_SUFFIX) if twin + end in tensors}
             continue
@@ -192,9 +209,8 @@ def synchronise(engine: Any, policy: Policy) -> dict[str, Any]:
     updated = time.perf_counter()
     digest = engine.fingerprint()
     read = time.perf_counter()
-    check_report(report, digest, policy.scales, policy.scales.version)
-    if policy.trainer is not None:
-        check_report(report, policy_digest(policy.tensors), policy.scales, policy.scales.version)
+    for expected in (digest, policy_digest(policy.tensors)):
+        check_report(report, expected, policy.scales, policy.scales.version)
     size = sum(tensor.nbytes for tensor in policy.tensors.values())
     seconds = {"seconds": round(updated - began, 4), "readback_seconds": round(read - updated, 4)}
     return {"bytes": size, "tensors": len(policy.tensors), **seconds}

@@ -12,66 +12,12 @@ slowest.
 `exactness` is a small model of the same structure: 64 episodes of 10 turns, with cached prefixes and without, and how
 many log-probs of the policy's tokens differ from the packed trainer's.
 
-Predicted before the first run on an H200, from 14,000 tokens a second and prefills of 60,000: each turn computes its
-observation and what is left of a cache block, about 40 tokens. So 256 x 40 / 60,000 = 0.17 s are beside 74 steps of
-17 ms, which is 0.88 of the speed where nothing overlaps. But a step of prefills and decoding costs less than both
-apart: a share of 0.93 (0.90 to 0.97) at once, and 0.91 (0.87 to 0.95) with late answers. 0 tokens differ, and the
-episodes are equal with prefixes cached and computed.
-
-Its first run gave 0.50 and 0.43, with seconds of compilation in all of them. Predicted before the next, which compiles
-before it measures: 0.90 at once, and 0.75 with late answers, which make one step in seven read prompts, in 30 ms
-against 10; 0.85 where turns enter every fourth step, and 0.86 every eighth. It gave 0.61 and 0.62 on an H100, 0.70 and
-0.69 every fourth step, 0.70 and 0.68 every eighth. A row of 1,024 tokens in one turn reads 512 tokens; ten turns read
-791 and write 740. So a second single turn reads 796 and writes as many. Predicted, with steps that no longer wait for
-lengths of the step before: 0.72 of rows as long and 0.86 of equal work, at once and late, every fourth step.
-
-It gave 0.69 and 0.83: a step that read prompts ran eagerly and took 45 ms, one that decodes 13 ms. Predicted with such
-steps captured between attentions: 25 ms for 1,000 tokens, so 0.85 of rows as long and 1.0 of equal work every fourth
-step; 0.80 and 0.95 every step. The engine starts 10 s later, for 31 graphs more.
-
-It gave 0.73 and 0.88 every fourth step, 0.74 and 0.90 every step (0.72 and 0.88 with late answers, of which each
-episode waits 0.45 s). So turns enter at every step, and the choice is gone. The graphs take 17 s.
-
-Each measurement of episodes made a tokenizer of 151,936 tokens, 0.25 s on a processor, which a training makes once.
-Predicted without it: 0.91 of equal work at once, and 0.89 with late answers. It gave 0.86 and 0.81, on an H200: there
-single turns are 1.20 times as fast as on the H100 before, and a step that reads prompts is not. Once more, on an H200
-whose host has a second engine: 0.84 and 0.86.
-
-Predicted for the trace, on an H200: of the 24 ms of a step that reads 640 tokens beside 240 requests that decode, 14
-are linears, 7 attention, and in 1 nothing runs. Of the 11 ms of others, 5 are linears and 4 attention. Some 20 steps
-took 80 to 170 ms, more of them in later turns. In the slowest, nothing runs for most of the time: a request of a turn
-costs a processor about 1 ms.
-
-It gave, while it was recorded: 36 ms for a step with prompts, 11 of linears and 5 of decode attention, and nothing runs
-in 15. Others take 15 ms, in 5 of which nothing runs. The slowest takes 133 ms, in 68 of which nothing runs.
-
-Predicted for `--captured-tokens 4096`: two such steps a turn, which run eagerly otherwise, take 30 ms less. So 0.88 of
-equal work where it was 0.85; the graphs take 2 s more.
-
-Predicted with vLLM's worker in a process of its own, which launches a step while the core schedules the next: 0.92 at
-once and 0.91 with late answers, 4,096 tokens captured. It gave 0.88 and 0.86, and 0.87 to 0.90 at once in later runs.
-
-A request of a turn costs the core 0.6 ms, and a step that decodes hides 11 ms of it. A study let 4 to 16 answers enter
-at each step: 0.88 to 0.92 in one engine, where all at once gave 0.89 and 0.90. Predicted for `run_episodes` that lets
-16 enter, or half of those that wait: 0.91 at once and 0.89 with late answers. It gave 0.89 and 0.86, which all at once
-give too, so all enter at once.
-
-Predicted with SGLang, our model and pages of 16: its steps of prompts run eagerly, in 45 ms, but its scheduler reads
-the answers of a turn in one or two of them, and decodes for all afterwards. Some 18 such steps beside 740 of 11 ms:
-0.92 of equal work at once, and 0.85 with late answers, which come one by one and so make more steps of prompts. It gave
-0.92 and 0.89, but of a second single turn that took 15.1 s, the first of its shape there; with vLLM it takes 12.1 s.
-Since then both shapes run once, untimed: it takes 15.4 s, and episodes have 0.91 and 0.96 of its speed. Of SGLang the
-steps of a row are the times at which its process looks for answers, every 10 ms.
-
-A profile of vLLM's three processes: before anything is computed, ours puts 256 questions into tokens, 0.6 ms each, and
-of answers that come together the first wait for the last. Predicted for eight that enter while the next are put into
-tokens: 0.91 at once and 0.89 with late answers, with vLLM; 0.92 and 0.97 with SGLang. Since then the seconds begin
-when the questions are drawn; to draw them took 0.05 s. It gave 0.90 and 0.90 with vLLM, 0.93 and 1.03 with SGLang.
-
-SGLang's second single turn reads prompts that do not end where its steps end. Its scheduler counts one that it cuts
-twice, and lets the last of 256 requests in when another has ended, 740 steps later. Predicted with a place to spare:
-12.3 s, and 13.8 s for episodes, which are 0.89 at once and 0.87 with late answers. It gave 12.2 s, and 0.75 and 0.80:
-what holds up SGLang's episodes is not that.
+Predicted before the first run on an H200: each turn computes its observation and what is left of a cache block, about
+40 tokens, so episodes have 0.93 of the speed of single turns with answers at once, and 0.91 with late ones. It gave
+0.50 and 0.43. Since then kernels are compiled before, single turns read and write as many tokens, steps with prompts
+are captured between attentions and wait for no lengths, the worker has a process of its own, and eight answers enter
+while the next are put into tokens. The last predictions were 0.91 and 0.89 with vLLM, 0.89 and 0.87 with SGLang; they
+gave 0.90 and 0.90, and 0.75 and 0.80. Turns that enter every fourth or eighth step, or 4 to 16 at a time, gain nothing.
 """
 
 import argparse

@@ -19,7 +19,7 @@ SHAPE = [16384, 4096]
 WALL = "wall"
 # The variant of `fused_hopper.VARIANTS` that the engine runs: keys of a partition, blocks a multiprocessor, stages.
 _OURS = "ours 4096 3 2"
-_TRAINED = MODELS | {"small": "110M, 12 layers of width 768"}
+_TRAINED = MODELS | {"small": "110M, 12 layers of width 768", "qwen3-30b-a3b": "Qwen3-30B-A3B, 12 layers"}
 _TRAINING = {
     "bf16": PRECISIONS["bf16"],
     "fp8_block": PRECISIONS["fp8_linear"],
@@ -116,13 +116,14 @@ _SGLANG_MODES = {"": ("fp8_linear_kv", False), ", batch-invariant": ("fp8_linear
 
 def speed_table(rows: Sequence[Row]) -> str:
     """Tokens per second of full steps, beside the BF16 of the same model and layers that was measured before it."""
-    base, lines = dict[tuple[str, int, bool], float](), []
+    base, lines = dict[tuple[str, int, int], float](), []
     for row in _of(rows, "training"):
-        same = row["model"], row["layers"], row["checkpointing"]
+        same = row["model"], row["layers"], row["tokens_per_pass"]
         if row["precision"] == "bf16":
             base[same] = row["tokens_per_s"]
         words = _TRAINING[row["precision"]] + (", deterministic" if row["deterministic"] else "")
-        words += f", {row['tokens_per_pass']:,} a pass, all kept" if row["tokens_per_pass"] < 16_384 else ""
+        words += f", {row['tokens_per_pass']:,} a pass" if row["tokens_per_pass"] != 16_384 else ""
+        words += "" if row["checkpointing"] else ", all kept"
         ratio = f"{row['tokens_per_s'] / base[same]:.2f}x" if same in base else "not measured"
         cells = [f"{row['tokens_per_s']:,.0f}", ratio, f"{row['mfu']:.1%}", f"{row['peak_gb']:.0f}"]
         lines.append([_TRAINED.get(row["model"], row["model"]), words, *cells])

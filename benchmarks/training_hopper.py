@@ -17,37 +17,14 @@ Predicted before the first measurement (Qwen3-8B's shape; microseconds a token):
 | optimiser, weight codes, norm of gradients | 0.8 | 1.2 | 65,536 tokens a step |
 | all | 85 | 64 | 1.33x; with layers computed again (as 8B needs on one GPU) 110 and 81, 1.36x |
 
-Then measured (seconds a step of 65,536 tokens, layers computed again), with predictions for two changes before either
-was measured. Layers keep what they attended to; kernels compute the codes around FP8 attention:
+Then measured, in seconds a step of 65,536 tokens: 7.98 in BF16, 5.95 in block FP8, 8.78 with FP8 attention. Predicted
+before later changes: 7.68, 5.65 and 7.13 with attention's forward once and kernels of its codes; 7.0, 5.2 and 5.0 with
+products computed once whose result joins the stream, and a fused head (it gave 7.09 in BF16, 5.19 with FP8 attention);
+6.85 and 4.85 with weights' gradients added by their GEMM, and attention's backward by cuDNN.
 
-| part | BF16 | block FP8 | with FP8 attention | from |
-| --- | --- | --- | --- | --- |
-| measured before | 7.98 | 5.95 | 8.78 | the attention's forward twice a layer and pass |
-| attention once | -0.30 | -0.30 | -1.06 | traced: 300 ms FlashAttention once, 2,121 ms decode_attention twice |
-| kernels of the codes | | | -0.59 | 650 ms of torch's operations; 115, 150 and 160 us a layer and pass |
-| predicted | 7.68 | 5.65 | 7.13 | 1.36x and 1.08x of BF16; 4.8 GB more of each |
-
-Predicted before the backward stopped computing products again whose result joins the residual stream, and before the
-head was fused (FP8 attention as `sequence_attention` computes it, 5.6 s):
-
-| part | BF16 | block FP8 | with FP8 attention | from |
-| --- | --- | --- | --- | --- |
-| measured, or known from the parts | 7.81 | 5.78 | 5.60 | |
-| down and output products once | -0.45 | -0.23 | -0.23 | 35 % of the products that were computed again |
-| softmax, entropy and gradient in two kernels | -0.25 | -0.25 | -0.25 | 14 passes over the logits before, 4 now |
-| gradient of the head added by its GEMM | -0.10 | -0.10 | -0.10 | 7.5 GB a chunk less |
-| predicted | 7.0 | 5.2 | 5.0 | |
-| nothing computed again, packs of 4,096 tokens | 6.6 | 5.2 | 5.0 | no recompute, four times the writes of gradients |
-
-Measured then: 7.09 in BF16 and 5.19 with FP8 attention; 6.35 and 5.11 with nothing computed again. Predicted before
-DeepGEMM added the weights' gradients itself, and before cuDNN computed the attention's backward:
-
-| part | BF16 | with FP8 attention | BF16, all kept | FP8, all kept | from |
-| --- | --- | --- | --- | --- | --- |
-| measured | 7.09 | 5.19 | 6.35 | 5.11 | |
-| gradients of weights added by their GEMM | | -0.09 | | -0.42 | 0.86 and 0.77 ms a layer and pack after the first |
-| attention's backward by cuDNN | -0.24 | -0.25 | -0.24 | -0.25 | 5.06 and 3.29 ms for 4 x 4,096; BF16 copies heads |
-| predicted | 6.85 | 4.85 | 6.11 | 4.44 | |
+Predicted before the first measurement with experts (`predicted`, tokens a second; 12 layers of Qwen3-30B-A3B): 1.31 s a
+step in BF16, of which products take 0.75 and what rows of experts move 0.2. Codes halve some of the latter, and groups
+of 128 are half full: 1.05x.
 """
 
 import argparse
@@ -58,24 +35,34 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.engine_cases import compile_pass, qwen3_30b_a3b
 from benchmarks.harness import ROOT, part_of, provenance, write_rows
+from flows.environment import kernel_folders
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import CorrectionConfig, OptimiserConfig, TrainingConfig
 from fp8core.kernels import attention_backward
-from fp8core.models.architecture import Architecture
+from fp8core.kernels.compilation import Job, release_memory
+from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.numerics import grouped
+from fp8core.numerics.grouped import GROUP_MULTIPLE, expert_rows
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.recipe import RecipeName
+from fp8core.resources.kernels import Product, gradient_products, layer_products, weight_gradient_products
+from fp8core.resources.memory import count_parameters
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.entry import required_environment
@@ -107,6 +94,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": {**_SHARED, **_QWEN3},
     "llama-3.1-8b": {**_SHARED, **_LLAMA},
     "small": {**_SHARED, **SMALL},
+    "qwen3-30b-a3b": vars(qwen3_30b_a3b()),
 }
 PRECISIONS = {
     "bf16": {"linear": "bf16", "kv_cache": "bf16"},
@@ -127,8 +115,21 @@ class Cell:
     checkpointing: bool = True
     deterministic: bool = False
     rule: RecipeName = "fp32_activations"
+    repeats: int = 2
+    predicted: float | None = None
+    """Tokens a second."""
 
 
+# As many as have room: masters, moments and gradients have 12 bytes a parameter, weights of a pass 2.
+SPARSE_LAYERS = 12
+# Tokens of a pass, precision, tokens a second predicted.
+_SPARSE = (
+    (16_384, "fp8_block_kv", 52_500),
+    (16_384, "bf16", 50_000),
+    (32_768, "fp8_block_kv", 56_700),
+    (32_768, "bf16", 54_000),
+)
+_BF16_PRODUCTS = ("grouped_bf16_gemm", "grouped_bf16_input_gradient", "grouped_bf16_weight_gradient")
 CELLS = {
     **{f"qwen3-8b/{p}": Cell("qwen3-8b", p) for p in PRECISIONS},
     **{f"llama-3.1-8b/{p}": Cell("llama-3.1-8b", p) for p in ("bf16", "fp8_block")},
@@ -141,6 +142,12 @@ CELLS = {
     "qwen3-8b/fp8_block/deterministic": Cell("qwen3-8b", "fp8_block", deterministic=True),
     **{f"small/{p}": Cell("small", p, checkpointing=False) for p in PRECISIONS},
     **{f"width/{w}/{p}": Cell(f"width-{w}", p, checkpointing=False) for w in WIDTHS for p in ("bf16", "fp8_block")},
+    **{
+        f"qwen3-30b-a3b/{n}/{p}": Cell(
+            "qwen3-30b-a3b", p, layers=SPARSE_LAYERS, tokens_per_pass=n, repeats=5, predicted=speed
+        )
+        for n, p, speed in _SPARSE
+    },
 }
 
 
@@ -193,6 +200,8 @@ def architecture(cell: Cell, device: torch.device) -> Architecture:
     if device.type == "cpu":
         shape |= {"num_layers": 2, "hidden_size": 256, "intermediate_size": 256, "vocab_size": 512}
         shape |= {"num_heads": 2, "num_kv_heads": 1}
+        if (experts := shape.get("experts")) is not None:
+            shape |= {"experts": replace(experts, intermediate_size=128)}
     return Architecture(**shape)
 
 
@@ -215,6 +224,36 @@ def trainer_of(cell: Cell, arch: Architecture, device: torch.device) -> PackedTr
     return PackedTrainer(arch, RandomMasters(arch, device), formats, training, objective, device)
 
 
+def compile_products(cell: Cell, arch: Architecture) -> None:
+    """DeepGEMM's kernels of one pass, on all processors: one after another they take a minute."""
+    tokens, experts = cell.tokens_per_pass, arch.experts
+    rows, folder = range(tokens, tokens + 1), kernel_folders().deep_gemm
+    chunk = min(tokens, ChunkedHead.chunk_elements // arch.vocab_size)
+    products, jobs = [Product("bf16", arch.vocab_size, arch.hidden_size, (chunk,))], list[Job]()
+    if cell.precision != "bf16":
+        products += [*layer_products(arch, rows), *gradient_products(arch, rows), *weight_gradient_products(arch, rows)]
+    elif experts is not None:
+        products.append(Product("bf16", experts.count, arch.hidden_size, rows))
+        shapes = (2 * experts.intermediate_size, arch.hidden_size), (arch.hidden_size, experts.intermediate_size)
+        for arguments in [(experts, *shape, tokens, name) for shape in shapes for name in _BF16_PRODUCTS]:
+            jobs.append(Job("products of experts in BF16", f"{arguments}", folder, multiply_experts, arguments))
+    compile_pass(products, jobs)
+
+
+def multiply_experts(experts: Experts, outputs: int, inputs: int, tokens: int, name: str) -> None:
+    """A product of all experts in BF16, of zeros, by its name in `numerics.grouped`."""
+    places = torch.arange(tokens * experts.per_token, device="cuda").view(tokens, -1)
+    rows = expert_rows(places % experts.count, experts.count, GROUP_MULTIPLE)
+    narrow = partial(torch.zeros, dtype=torch.bfloat16, device="cuda")
+    x, grad = (narrow(len(rows.slots), columns) for columns in (inputs, outputs))
+    weights = narrow(experts.count, outputs, inputs)
+    if name == "grouped_bf16_weight_gradient":
+        grouped.grouped_bf16_weight_gradient(grad, x, rows, weights.float())
+    else:
+        getattr(grouped, name)(x if name == "grouped_bf16_gemm" else grad, weights, rows)
+    release_memory()
+
+
 def random_batch(arch: Architecture, sequences: int, length: int, prompt: int) -> RolloutBatch:
     """Rows of one length with log-probs near those of random weights."""
     generator = torch.Generator().manual_seed(0)
@@ -227,8 +266,10 @@ def random_batch(arch: Architecture, sequences: int, length: int, prompt: int) -
 
 
 def measure(cell: Cell, device: torch.device, out: Path) -> None:
-    """Time one cell: a step to warm up, two that count, one traced."""
+    """Time one cell: a step to warm up, two or more that count, one traced."""
     arch, small = architecture(cell, device), device.type == "cpu"
+    if not small:
+        compile_products(cell, arch)
     sequence = 256 if small else SEQUENCE
     trainer = trainer_of(cell, arch, device)
     batch = random_batch(arch, 2 if small else cell.sequences, sequence, sequence * PROMPT // SEQUENCE)
@@ -241,8 +282,8 @@ def measure(cell: Cell, device: torch.device, out: Path) -> None:
         _synchronise(device)
         return time.perf_counter() - start
 
-    warm_up, *timed = (step() for _ in range(3))
-    tokens, seconds = batch.sequences.tokens.numel(), sorted(timed)[0]
+    warm_up, *timed = (step() for _ in range(1 + cell.repeats))
+    tokens, seconds = batch.sequences.tokens.numel(), median_low(timed)
     about = {"model": cell.model, "trainer": "torch", "precision": cell.precision, "layers": arch.num_layers}
     about |= {"scale_rule": cell.rule}
     about |= {"sequence": sequence, "tokens": tokens, "tokens_per_pass": cell.tokens_per_pass}
@@ -250,6 +291,7 @@ def measure(cell: Cell, device: torch.device, out: Path) -> None:
     about |= {"attention_backward": attention_backward.describe(arch.head_dim, device)}
     about |= provenance()
     row = {"kind": "training", **about, "seconds": seconds, "repeats": timed, "warm_up_seconds": warm_up}
+    row |= {"predicted": cell.predicted}
     row |= {"tokens_per_s": tokens / seconds, "mfu": flops(arch, batch) / seconds / PEAK_TFLOPS / 1e12}
     row |= {"peak_gb": 0.0 if small else torch.cuda.max_memory_allocated() / 1e9}
     write_rows(out, [row])
@@ -259,9 +301,9 @@ def measure(cell: Cell, device: torch.device, out: Path) -> None:
 
 
 def flops(arch: Architecture, batch: RolloutBatch) -> float:
-    """Of forward and backward, nothing computed twice: 6 a weight and token, causal attention, head where asked."""
-    shapes = parameter_shapes(arch)
-    linear = sum(a * b for name, (a, *rest) in shapes.items() for b in rest if ".layers." in name)
+    """Of forward and backward, nothing computed twice: 6 a weight of a token, causal attention, head where asked."""
+    counts = count_parameters(arch)
+    linear = counts.linear - (counts.total - counts.active)
     rows, length = batch.sequences.tokens.shape
     attention = 6 * rows * length * length * arch.num_heads * arch.head_dim * arch.num_layers
     head = 6 * arch.vocab_size * arch.hidden_size * int(batch.policy_mask.sum())
@@ -275,6 +317,11 @@ def _synchronise(device: torch.device) -> None:
 
 # The first that matches names the part.
 PARTS = (
+    ("weight gradients of experts", ("_weight_gradient_kernel",)),
+    (
+        "routes of experts, and their rows",
+        ("_choose_kernel", "_count_kernel", "_place_kernel", "_gather_", "_mix_", "_sum_kernel"),
+    ),
     ("codes around attention", ("_head_codes_kernel", "_head_gradients_kernel")),
     # cuDNN's own are the last two.
     ("attention", ("decode_attention", "sequence_attention", "widen_pairs", "flash", "fmha", "sdpa", "cudnn")),
