@@ -145,7 +145,7 @@ def layer_row(arch: Architecture, tokens: int, device: torch.device) -> Row:
     quantiser = CONTRACT.recipe.activations, FiniteFlag(device)
     x, router = (torch.randn(n, hidden, device=device).bfloat16() for n in (tokens, count))
     gate_up, down = (random_codes(count, *shape, device) for shape in ((2 * width, hidden), (hidden, width)))
-    logits = KERNELS.routed(head_logits(x, router * 0.02))
+    logits = KERNELS.routed(head_logits(x, router))
     chosen, gates = choose_experts(logits, k, True)
     rows = expert_rows(chosen, count, GROUP_MULTIPLE)
     codes = row_codes(x, *quantiser)
