@@ -32,9 +32,9 @@ from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.fused import swiglu_row_codes
 from fp8core.numerics.grouped import (
-    GROUP_MULTIPLE,
     choose_experts,
     expert_rows,
+    forward_multiple,
     gathered_codes,
     grouped_gemm,
     mixed,
@@ -147,27 +147,27 @@ def layer_row(arch: Architecture, tokens: int, device: torch.device) -> Row:
     gate_up, down = (random_codes(count, *shape, device) for shape in ((2 * width, hidden), (hidden, width)))
     logits = KERNELS.routed(head_logits(x, router))
     chosen, gates = choose_experts(logits, k, True)
-    rows = expert_rows(chosen, count, GROUP_MULTIPLE)
+    rows = expert_rows(chosen, count, forward_multiple(chosen.numel(), count))
     codes = row_codes(x, *quantiser)
     gathered = gathered_codes(codes, rows)
     inner = grouped_gemm(gathered, gate_up, rows)
-    activated = swiglu_row_codes(inner, *quantiser)
+    activated = swiglu_row_codes(inner, *quantiser, rows)
     outputs = grouped_gemm(activated, down, rows)
 
     def layer() -> Any:
         chosen, gates = choose_experts(KERNELS.routed(head_logits(x, router)), k, True)
-        rows = expert_rows(chosen, count, GROUP_MULTIPLE)
+        rows = expert_rows(chosen, count, forward_multiple(chosen.numel(), count))
         inner = grouped_gemm(gathered_codes(row_codes(x, *quantiser), rows), gate_up, rows)
-        return mixed(grouped_gemm(swiglu_row_codes(inner, *quantiser), down, rows), rows, gates)
+        return mixed(grouped_gemm(swiglu_row_codes(inner, *quantiser, rows), down, rows), rows, gates)
 
     parts: dict[str, Callable[[], Any]] = {
         "router": lambda: KERNELS.routed(head_logits(x, router)),
         "choose_experts": lambda: choose_experts(logits, k, True),
-        "expert_rows": lambda: expert_rows(chosen, count, GROUP_MULTIPLE),
+        "expert_rows": lambda: expert_rows(chosen, count, forward_multiple(chosen.numel(), count)),
         "row_codes": lambda: row_codes(x, *quantiser),
         "gathered_codes": lambda: gathered_codes(codes, rows),
         "gate_up": lambda: grouped_gemm(gathered, gate_up, rows),
-        "swiglu_row_codes": lambda: swiglu_row_codes(inner, *quantiser),
+        "swiglu_row_codes": lambda: swiglu_row_codes(inner, *quantiser, rows),
         "down": lambda: grouped_gemm(activated, down, rows),
         "mixed": lambda: mixed(outputs, rows, gates),
         "all": layer,

@@ -114,9 +114,10 @@ def multiply(product: Product, device: str = "cuda") -> None:
         elif product.operands == "experts":
             codes = zeros(product.experts * outputs, contraction)[0].view(product.experts, outputs, contraction)
             tiles = torch.ones(product.experts, -(-outputs // TILE), -(-contraction // TILE), device=device)
-            # The product reads no more of the rows than their owners.
+            # The product reads no more of the rows than their owners, and how many groups there are.
             owners = torch.zeros(rows, dtype=torch.int32, device=device)
-            grouped_gemm(zeros(rows, contraction), (codes, tiles), ExpertRows(owners, owners, owners, owners, owners))
+            by_expert = ExpertRows(owners, owners, owners, owners, owners[:: product.multiple])
+            grouped_gemm(zeros(rows, contraction), (codes, tiles), by_expert)
         else:
             tiles = torch.ones(-(-outputs // TILE), -(-contraction // TILE), device=device)
             forward_gemm(zeros(rows, contraction), (zeros(outputs, contraction)[0], tiles))

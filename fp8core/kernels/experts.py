@@ -113,7 +113,6 @@ def _place_kernel(
 
 
 def expert_rows(experts: Tensor, count: int, multiple: int) -> ExpertRows:
-    assert multiple == TILE, "groups of rows are those of the products"
     device = experts.device
     tokens, k = experts.shape
     slots = tokens * k
@@ -135,28 +134,29 @@ def expert_rows(experts: Tensor, count: int, multiple: int) -> ExpertRows:
 @triton.jit(do_not_specialize=["none"])
 def _gather_kernel(
     words: tl.tensor, slots: tl.tensor, out: tl.tensor, width: tl.tensor, none: tl.tensor, k: tl.constexpr,
-    block: tl.constexpr,
+    fills: tl.constexpr, block: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     source = (slot // k).to(tl.int64) * width
     size = tl.where(slot < none, width, 0)
-    for first in range(0, width, block):
+    end = width if fills else size
+    for first in range(0, end, block):
         at = first + tl.arange(0, block)
         tl.store(out + row * width + at, tl.load(words + source + at, mask=at < size, other=0), mask=at < width)
 
 
-def _gather(words: Tensor, rows: ExpertRows, out: Tensor) -> None:
-    """Rows of words of four bytes."""
+def _gather(words: Tensor, rows: ExpertRows, out: Tensor, fills: bool) -> None:
+    """Rows of words of four bytes; `fills`: zeros where there is no token."""
     width = words.shape[1]
     block = min(_COLUMNS, triton.next_power_of_2(width))
     with torch.cuda.device_of(words):
-        _gather_kernel[(len(rows.slots),)](words, rows.slots, out, width, rows.places.numel(), rows.k, block)
+        _gather_kernel[(len(rows.slots),)](words, rows.slots, out, width, rows.places.numel(), rows.k, fills, block)
 
 
 def gathered(x: Tensor, rows: ExpertRows) -> Tensor:
     out = torch.empty(len(rows.slots), x.shape[1], dtype=x.dtype, device=x.device)
-    _gather(x.contiguous().view(torch.int32), rows, out.view(torch.int32))
+    _gather(x.contiguous().view(torch.int32), rows, out.view(torch.int32), fills=True)
     return out
 
 
@@ -177,7 +177,7 @@ def gathered_codes(x: Codes, rows: ExpertRows) -> Codes:
     assert scales.stride(0) == 1, "scales lie group by group"
     count = len(rows.slots)
     out = RowCodes.empty(count, codes.shape[1], codes.device)
-    _gather(codes.view(torch.int32), rows, out.codes.view(torch.int32))
+    _gather(codes.view(torch.int32), rows, out.codes.view(torch.int32), fills=False)
     grid = (triton.cdiv(count, _ROWS), scales.shape[1])
     with torch.cuda.device_of(codes):
         _gather_scales_kernel[grid](

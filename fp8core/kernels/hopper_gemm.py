@@ -39,32 +39,34 @@ def forward_gemm(x: Codes, weight: Codes) -> Tensor:
 def grouped_gemm(x: Codes, weights: Codes, rows: ExpertRows) -> Tensor:
     y = torch.empty(x[0].shape[0], weights[0].shape[1], dtype=torch.bfloat16, device=x[0].device)
     # Of rows that belong to no expert nothing is multiplied: zeros are written.
-    _grouping_library(y.device).m_grouped_fp8_gemm_nt_contiguous(x, weights, y, rows.owners, disable_ue8m0_cast=True)
+    _grouping_library(rows).m_grouped_fp8_gemm_nt_contiguous(x, weights, y, rows.owners, disable_ue8m0_cast=True)
     return y
 
 
 def grouped_bf16_gemm(x: Tensor, weights: Tensor, rows: ExpertRows) -> Tensor:
     y = torch.empty(x.shape[0], weights.shape[1], dtype=torch.bfloat16, device=x.device)
-    _grouping_library(y.device).m_grouped_bf16_gemm_nt_contiguous(x, weights, y, rows.owners)
+    _grouping_library(rows).m_grouped_bf16_gemm_nt_contiguous(x, weights, y, rows.owners)
     return y
 
 
 def grouped_bf16_input_gradient(grad: Tensor, weights: Tensor, rows: ExpertRows) -> Tensor:
     of_input = torch.empty(grad.shape[0], weights.shape[2], dtype=torch.bfloat16, device=grad.device)
-    _grouping_library(grad.device).m_grouped_bf16_gemm_nn_contiguous(grad, weights, of_input, rows.owners)
+    _grouping_library(rows).m_grouped_bf16_gemm_nn_contiguous(grad, weights, of_input, rows.owners)
     return of_input
 
 
 def grouped_bf16_weight_gradient(grad: Tensor, x: Tensor, rows: ExpertRows, total: Tensor) -> Tensor:
-    library, counts = _grouping_library(total.device), rows.counts
+    library, counts = _grouping_library(rows), rows.counts
     tokens = sum(counts)
     library.k_grouped_bf16_gemm_tn_contiguous(grad[:tokens], x[:tokens], total, counts, rows.sizes, total, "mn")
     return total
 
 
-def _grouping_library(device: torch.device) -> Any:
-    library = _deep_gemm_on(device)
+def _grouping_library(rows: ExpertRows) -> Any:
+    """DeepGEMM, with tiles as high as the groups of rows."""
+    library = _deep_gemm_on(rows.owners.device)
     assert library is not None, "experts need DeepGEMM"
+    library.set_mk_alignment_for_contiguous_layout(rows.multiple)
     return library
 
 

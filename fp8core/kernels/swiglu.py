@@ -20,6 +20,7 @@ from fp8core.kernels.quantise import (
     to_bf16,
 )
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, finite_check, row_and_column_codes
+from fp8core.numerics.grouped import ExpertRows
 from fp8core.numerics.recipe import TILE, Grouping
 
 _ROWS_PER_PROGRAM = 32
@@ -86,12 +87,18 @@ def _forward_kernel(
     tl.store(out + row[:, None] * columns + column[None, :], values, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["none"])
 def _row_codes_kernel(
     gate_up: tl.tensor, codes: tl.tensor, scales: tl.tensor, not_finite: tl.tensor, rows: tl.tensor, columns: tl.tensor,
-    scale_pitch: tl.tensor, pow2: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+    scale_pitch: tl.tensor, slots: tl.tensor, none: tl.tensor, pow2: tl.constexpr, block: tl.constexpr,
+    group: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
+    if slots is not None:
+        # Nothing is read or written beyond the last row.
+        row = tl.where(tl.load(slots + row, mask=row < rows, other=none) < none, row, rows)
+        if tl.min(row, 0) == rows:
+            return
     column = tl.program_id(0) * group + tl.arange(0, group)
     values = _product(gate_up, row, column, rows, columns).to(tl.float32)
     store_row_groups(codes, scales, not_finite, values, row, column, tl.program_id(0), rows, columns, scale_pitch, pow2)
@@ -175,14 +182,17 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def swiglu_row_codes(gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = None) -> Codes:
+def swiglu_row_codes(
+    gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = None, by_expert: ExpertRows | None = None
+) -> Codes:
     gate_up, tokens, width = _halves(gate_up)
     out = RowCodes.empty(tokens, width, gate_up.device)
     grid = (out.scales.shape[0], triton.cdiv(tokens, _ROWS_PER_PROGRAM))
     pow2 = forward_rows(rows)
+    slots, none = (None, 0) if by_expert is None else (by_expert.slots, by_expert.places.numel())
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
         _row_codes_kernel[grid](
-            gate_up, *out, not_finite, tokens, width, out.scales.stride(0), pow2, _ROWS_PER_PROGRAM, TILE,
+            gate_up, *out, not_finite, tokens, width, out.scales.stride(0), slots, none, pow2, _ROWS_PER_PROGRAM, TILE,
             enable_fp_fusion=False,
         )  # fmt: skip
     return out.result()

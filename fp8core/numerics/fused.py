@@ -20,6 +20,7 @@ from fp8core.numerics import elementwise
 from fp8core.numerics.dispatch import with_kernel
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_and_column_codes, row_codes
 from fp8core.numerics.elementwise import KERNELS, rms_norm, rotate, round_to_bf16
+from fp8core.numerics.grouped import ExpertRows
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import E4M3_MAX, AttentionProducts, Grouping
 
@@ -80,7 +81,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 @with_kernel("swiglu")
-def swiglu_row_codes(gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = None) -> Codes:
+def swiglu_row_codes(
+    gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = None, by_expert: ExpertRows | None = None
+) -> Codes:
+    """`by_expert`: the rows; a kernel leaves those without a token as they are."""
     return row_codes(swiglu(gate_up), rows, flag)
 
 

@@ -28,6 +28,8 @@ from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.recipe import TILE
 
 GROUP_MULTIPLE = TILE
+FEWEST = 64
+"""Rows of the smallest tile that DeepGEMM multiplies."""
 NO_EXPERT = -1
 Operand = Tensor | Codes
 """Values, or codes with their scales."""
@@ -85,6 +87,10 @@ class ExpertRows:
     def k(self) -> int:
         return self.places.shape[1]
 
+    @property
+    def multiple(self) -> int:
+        return len(self.owners) // len(self.spans)
+
     @cached_property
     def counts(self) -> list[int]:
         """`sizes`; waits for the device."""
@@ -95,6 +101,12 @@ class ExpertRows:
     def tokens(self) -> Tensor:
         """Of each row; the number of tokens where there is none."""
         return self.slots // self.k
+
+
+def forward_multiple(slots: int, count: int) -> int:
+    """Of the rows of an expert where nothing is kept for wgrad. When few tokens decode, most of larger groups would be
+    zeros. No byte depends on it."""
+    return FEWEST if slots <= FEWEST * count else GROUP_MULTIPLE
 
 
 def most_rows(slots: int, count: int, multiple: int) -> int:
@@ -131,7 +143,8 @@ def gathered(x: Tensor, rows: ExpertRows) -> Tensor:
 
 @with_kernel("experts")
 def gathered_codes(x: Codes, rows: ExpertRows) -> Codes:
-    """Groups of rows stay whole, so codes of a gathered row are its gathered codes."""
+    """Groups of rows stay whole, so codes of a gathered row are its gathered codes. A kernel leaves rows without a
+    token as they are."""
     codes, scales = x
     # torch joins bytes, and not codes.
     return gathered(codes.view(torch.uint8), rows).view(codes.dtype), gathered(scales, rows)

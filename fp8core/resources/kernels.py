@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fp8core.models.architecture import Architecture, Experts
-from fp8core.numerics.grouped import most_rows
-from fp8core.numerics.recipe import TILE
+from fp8core.numerics.grouped import FEWEST, GROUP_MULTIPLE, most_rows
 
 Operands = Literal["fp8_block", "bf16", "fp8_gradient", "experts"]
 """Codes with scales to a BF16 result; BF16 to FP32 as the output head and routers are multiplied; codes to a weight's
@@ -27,7 +26,7 @@ class Product:
     """All products with one weight, of `outputs` rows and `contraction` columns, or all that are added to its gradient.
 
     `rows`: numbers of rows that it may be multiplied with; of a gradient, numbers of tokens that it may be a sum of.
-    `experts`: how many weights there are, one above the other.
+    `experts`: how many weights there are, one above the other; the rows of each are a `multiple`.
     """
 
     operands: Operands
@@ -35,6 +34,7 @@ class Product:
     contraction: int
     rows: Sequence[int]
     experts: int = 1
+    multiple: int = 1
 
 
 def shared_out(products: Iterable[Product]) -> list[Product]:
@@ -76,14 +76,17 @@ def gradient_products(arch: Architecture, rows: range) -> Iterator[Product]:
         yield Product("fp8_block", contraction, outputs, rows)
     if arch.experts is not None:
         for product in _expert_products(arch, arch.experts, rows):
-            yield replace(product, outputs=product.contraction, contraction=product.outputs)
+            if product.multiple == GROUP_MULTIPLE:
+                yield replace(product, outputs=product.contraction, contraction=product.outputs)
 
 
 def _expert_products(arch: Architecture, experts: Experts, tokens: range) -> Iterator[Product]:
-    rows = range(TILE, most_rows(tokens[-1] * experts.per_token, experts.count, TILE) + 1, TILE)
     hidden, width = arch.hidden_size, experts.intermediate_size
-    for outputs, contraction in ((2 * width, hidden), (hidden, width)):
-        yield Product("experts", outputs, contraction, rows, experts.count)
+    most = tokens[-1] * experts.per_token
+    for multiple, slots in ((GROUP_MULTIPLE, most), (FEWEST, min(most, FEWEST * experts.count))):
+        rows = range(multiple, most_rows(slots, experts.count, multiple) + 1, multiple)
+        for outputs, contraction in ((2 * width, hidden), (hidden, width)):
+            yield Product("experts", outputs, contraction, rows, experts.count, multiple)
 
 
 def weight_gradient_products(arch: Architecture, tokens: range) -> Iterator[Product]:

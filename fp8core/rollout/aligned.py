@@ -21,10 +21,10 @@ from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.fused import HeadLayout, add_norm, add_norm_row_codes, norm_rotate, swiglu, swiglu_row_codes
 from fp8core.numerics.gemm import bf16_gemm, forward_gemm
 from fp8core.numerics.grouped import (
-    GROUP_MULTIPLE,
     Operand,
     choose_experts,
     expert_rows,
+    forward_multiple,
     gathered,
     gathered_codes,
     grouped_bf16_gemm,
@@ -130,7 +130,7 @@ class AlignedDecoder(nn.Module):
         total, normed, _inverse = add_norm(x, delta, norm.weight, self._arch.rms_norm_eps)
         logits = KERNELS.routed(head_logits(normed, mlp.gate.weight))
         chosen, gates = choose_experts(logits, experts.per_token, experts.normalise_top_k)
-        rows = expert_rows(chosen, experts.count, GROUP_MULTIPLE)
+        rows = expert_rows(chosen, experts.count, forward_multiple(chosen.numel(), experts.count))
         if isinstance(gate_up, Tensor):
             assert isinstance(down, Tensor), "experts of two formats"
             inner = grouped_bf16_gemm(gathered(normed, rows), gate_up, rows)
@@ -138,7 +138,7 @@ class AlignedDecoder(nn.Module):
         assert not isinstance(down, Tensor), "experts of two formats"
         quantiser = self.recipe.activations, self._flag
         inner = grouped_gemm(gathered_codes(row_codes(normed, *quantiser), rows), gate_up, rows)
-        return total, mixed(grouped_gemm(swiglu_row_codes(inner, *quantiser), down, rows), rows, gates)
+        return total, mixed(grouped_gemm(swiglu_row_codes(inner, *quantiser, rows), down, rows), rows, gates)
 
     def _activated(self, inner: Tensor, linear: Any) -> Operand:
         if _multiplies_codes(linear):

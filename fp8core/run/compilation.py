@@ -26,7 +26,7 @@ from fp8core.models.hub import model_shape
 from fp8core.numerics import fused
 from fp8core.numerics.e4m3 import FiniteFlag, row_codes
 from fp8core.numerics.elementwise import KERNELS
-from fp8core.numerics.grouped import GROUP_MULTIPLE, choose_experts, expert_rows, gathered_codes, mixed
+from fp8core.numerics.grouped import choose_experts, expert_rows, forward_multiple, gathered_codes, mixed
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import packed_length
 from fp8core.numerics.recipe import Grouping
@@ -162,10 +162,10 @@ def decode(arch: Architecture, rows: int, groups: Grouping, device: str = "cuda"
         chosen, gates = choose_experts(
             torch.zeros(rows, arch.experts.count, device=device), arch.experts.per_token, arch.experts.normalise_top_k
         )
-        by_expert = expert_rows(chosen, arch.experts.count, GROUP_MULTIPLE)
+        by_expert = expert_rows(chosen, arch.experts.count, forward_multiple(chosen.numel(), arch.experts.count))
         gathered_codes(row_codes(x, groups, flag), by_expert)
         inner = zeros(len(by_expert.slots), 2 * arch.experts.intermediate_size)
-        fused.swiglu_row_codes(inner, groups, flag)
+        fused.swiglu_row_codes(inner, groups, flag, by_expert)
         mixed(zeros(len(by_expert.slots), arch.hidden_size), by_expert, gates)
     release_memory()
 

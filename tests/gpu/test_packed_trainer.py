@@ -22,6 +22,7 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.e4m3 import column_parts, row_and_column_codes, row_codes, tile_codes
 from fp8core.numerics.gemm import bf16_gemm, forward_gemm, input_gradient_gemm, transpose, weight_gradient_gemm
 from fp8core.numerics.grouped import (
+    FEWEST,
     GROUP_MULTIPLE,
     choose_experts,
     expert_rows,
@@ -186,6 +187,9 @@ def test_grouped_gemms_are_those_of_each_expert(count: int, k: int, tokens: int)
     )
     codes = row_codes(x, recipe.activations)
     found = grouped_gemm(gathered_codes(codes, by_expert), stacked, by_expert)
+    fewer = expert_rows(chosen, count, FEWEST)
+    in_small_tiles = grouped_gemm(gathered_codes(codes, fewer), stacked, fewer)
+    assert torch.equal(in_small_tiles[fewer.places], found[by_expert.places])
     in_bf16 = grouped_bf16_gemm(gathered(x, by_expert), weights, by_expert)
     for token in {0, tokens // 2, tokens - 1}:
         one = row_codes(x[token : token + 1], recipe.activations)

@@ -153,6 +153,9 @@ class Fp8Blocks:
     def expert_operand(self, x: Tensor, rows: ExpertRows) -> Operand:
         return grouped.gathered_codes(_codes(self.operand(x)), rows)
 
+    def expert_activated(self, inner: Tensor, rows: ExpertRows) -> Operand:
+        return fused.swiglu_row_codes(inner, *self._rows, rows)
+
     def kept_expert_operand(self, x: Tensor, rows: ExpertRows) -> tuple[Operand, Operand]:
         return e4m3.row_and_column_codes(grouped.gathered(x, rows), *self._rows_and_columns, rows.spans)
 
@@ -263,6 +266,9 @@ class Bf16Blocks:
 
     def expert_operand(self, x: Tensor, rows: ExpertRows) -> Operand:
         return grouped.gathered(x, rows)
+
+    def expert_activated(self, inner: Tensor, rows: ExpertRows) -> Operand:
+        return self.activated(inner)
 
     def kept_expert_operand(self, x: Tensor, rows: ExpertRows) -> tuple[Operand, Operand]:
         values = grouped.gathered(x, rows)

@@ -26,6 +26,7 @@ from fp8core.numerics.grouped import (
     Operand,
     choose_experts,
     expert_rows,
+    forward_multiple,
     gate_gradient,
     mix_backward,
     mixed,
@@ -92,16 +93,17 @@ class SparseLayer(PackedLayer):
     def _mlp(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         blocks, weights = self._blocks, self._weights
         total, normed, _inverse = add_norm(x, delta, *self._norm("post_norm"))
-        route = self._route(normed)
+        slots = len(normed) * self._experts.per_token
+        route = self._route(normed, forward_multiple(slots, self._experts.count))
         rows = route.rows
         inner = blocks.expert_product(blocks.expert_operand(normed, rows), weights["gate_up"], rows)
-        outputs = blocks.expert_product(blocks.activated(inner), weights["down"], rows)
+        outputs = blocks.expert_product(blocks.expert_activated(inner, rows), weights["down"], rows)
         return total, mixed(outputs, rows, route.gates)
 
     def _kept_mlp(self, x: Tensor, delta: Tensor | None) -> tuple[ExpertActivations, Tensor, Tensor]:
         blocks, weights = self._blocks, self._weights
         total, normed, inverse = add_norm(x, delta, *self._norm("post_norm"))
-        route = self._route(normed)
+        route = self._route(normed, GROUP_MULTIPLE)
         rows = route.rows
         operand, kept = blocks.kept_expert_operand(normed, rows)
         inner = blocks.expert_product(operand, weights["gate_up"], rows)
@@ -127,11 +129,11 @@ class SparseLayer(PackedLayer):
         of_normed = torch.addmm(token_sums(of_rows, rows), of_logits, self._values["router"].float())
         return of_normed.bfloat16(), second.inverse
 
-    def _route(self, normed: Tensor) -> Route:
+    def _route(self, normed: Tensor, multiple: int) -> Route:
         experts = self._experts
         logits = KERNELS.routed(head_logits(normed, self._values["router"]))
         chosen, gates = choose_experts(logits, experts.per_token, experts.normalise_top_k)
-        return Route(logits, chosen, gates, expert_rows(chosen, experts.count, GROUP_MULTIPLE))
+        return Route(logits, chosen, gates, expert_rows(chosen, experts.count, multiple))
 
     def _collect_experts(
         self, name: str, gradients: Callable[..., Tensor], rows: ExpertRows, *arguments: Tensor | Operand

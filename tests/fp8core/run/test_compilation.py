@@ -9,6 +9,7 @@ from fp8core.config.load import load_config
 from fp8core.config.training import LoraConfig
 from fp8core.errors import UserError
 from fp8core.kernels.compilation import KernelFolders, multiply
+from fp8core.models.architecture import Experts
 from fp8core.models.hub import model_shape
 from fp8core.numerics import dispatch
 from fp8core.run.compilation import compile_kernels, decode, learn, planned_jobs, score, sweep_gradients, warm_up
@@ -59,9 +60,12 @@ def test_trainer_and_warm_start_call_every_operation_that_has_a_kernel(small, ca
     arch, configured = small
     fp8, bf16 = configured("fp8_block", "fp8"), configured("bf16", "bf16")
     mixed = fp8.precision.model_copy(update={"bf16_first_layers": 1})
+    experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
+    sparse = replace(arch, family="qwen3_moe", experts=experts)
     for work in (score, learn):
-        work(fp8, arch, PACKS[:2])
-        work(bf16, arch, PACKS[:2])
+        for shape in (arch, sparse):
+            work(fp8, shape, PACKS[:2])
+            work(bf16, shape, PACKS[:2])
     score(fp8.model_copy(update={"precision": mixed}), arch, PACKS[:1])
     assert "merged_weight" not in called, "nothing is merged where all weights learn"
     lora = fp8.training.model_copy(update={"lora": LoraConfig(rank=2)})
