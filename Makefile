@@ -53,6 +53,7 @@ test-slow: test-slow-files env-vllm  ## the second tier, for the night: deployme
 test-vllm: env-vllm  ## the vLLM engine against vLLM for CPUs, and the Triton kernels in Triton's interpreter; first tier
 	$(VLLM_PYTEST) --dist loadfile --no-loadscope-reorder -m "not slow" tests/vllm
 	TRITON_INTERPRET=1 $(VLLM_PYTEST) tests/triton
+	$(VLLM_PYTEST) --numprocesses 0 tests/triton/test_compilation.py
 
 lint: env
 	$(BIN)/ruff check .

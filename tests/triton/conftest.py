@@ -1,9 +1,10 @@
 """Triton kernels against the torch reference: in Triton's interpreter on a CPU, and on a GPU from Hopper on.
 
     TRITON_INTERPRET=1 python -m pytest tests/triton -m "not gpu"
+    python -m pytest tests/triton/test_compilation.py
     python -m pytest tests/triton -m gpu
 
-The interpreter does not show that a kernel compiles, nor what a GPU's FP8 and BF16 conversions do.
+The interpreter does not show that a kernel compiles (`test_compilation`), nor what a GPU's FP8 and BF16 conversions do.
 """
 
 import importlib.util
@@ -17,6 +18,9 @@ import pytest
 import torch
 
 from fp8core.numerics.dispatch import OPERATIONS, has_kernels, kernel_of
+
+# One file has calls of all operations of the others.
+sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)], scope="session")
