@@ -29,7 +29,7 @@ _Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 # In words: a chunk and its temporaries stay in the cache.
 _CHUNK = 1 << 17
-_WORD_BYTES = 8
+WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def bytes_in_order(tensor: Tensor) -> Tensor:
     # Tens of thousands of them are bytes already.
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return flat.clone() if flat.storage_offset() % _WORD_BYTES else flat
+    return flat.clone() if flat.storage_offset() % WORD_BYTES else flat
 
 
 def fingerprint(tensor: Tensor) -> str:
@@ -115,14 +115,14 @@ class Slice(NamedTuple):
 
 def _slice_sum(part: Slice) -> Tensor:
     flat = bytes_in_order(part.elements).cpu()
-    first = part.first // _WORD_BYTES
-    count, left_over = divmod(flat.numel(), _WORD_BYTES)
-    assert part.first % _WORD_BYTES == 0, "a slice begins inside a word"
+    first = part.first // WORD_BYTES
+    count, left_over = divmod(flat.numel(), WORD_BYTES)
+    assert part.first % WORD_BYTES == 0, "a slice begins inside a word"
     assert not left_over or part.ends is not None, "a slice ends inside a word"
-    words = flat[: count * _WORD_BYTES].numpy().view(np.uint64)
+    words = flat[: count * WORD_BYTES].numpy().view(np.uint64)
     chunks = [(words[start : start + _CHUNK], first + start) for start in range(0, count, _CHUNK)]
     if part.ends is not None:
-        last = int.from_bytes(flat[count * _WORD_BYTES :].numpy().tobytes(), "little")
+        last = int.from_bytes(flat[count * WORD_BYTES :].numpy().tobytes(), "little")
         chunks.append((np.array([last, part.ends], dtype=np.uint64), first + count))
     sums = [sum(_lane_sum(lane, *chunk) for chunk in chunks) % 2**64 for lane in LANES]
     return torch.from_numpy(np.array(sums, dtype=np.uint64).view(np.int64))

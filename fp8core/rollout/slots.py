@@ -21,6 +21,7 @@ from torch import Tensor
 from fp8core.models.architecture import Architecture, padded_vocabulary, with_whole_tiles
 from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.numerics.fingerprint import WORD_BYTES
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import TILE
 from fp8core.rollout.shared_weights import TensorSpec
@@ -92,7 +93,8 @@ def find_cuts(specs: Mapping[str, TensorSpec], rank: int, ranks: int, last: Axis
             rows = spec.shape[axis]
             each = padded_vocabulary(rows) // ranks if name in _VOCABULARY else rows // ranks
             size = min(each, max(0, rows - rank * each))
-            cuts[name] = Cut(axis, min(rank * each, rows), size, rows, axis == 1 or name.endswith(SCALE_SUFFIX))
+            is_gathered = axis == 1 or each * (spec.bytes // rows) % WORD_BYTES > 0
+            cuts[name] = Cut(axis, min(rank * each, rows), size, rows, is_gathered)
     return cuts
 
 

@@ -49,18 +49,24 @@ class WeightPlaces:
         sources = list[Tensor]()
         for name, (spec, flat) in received.items():
             place = self._places[name]
-            if place.flat is None or place.cut is not None:
+            cut = place.cut
+            if place.flat is None or (cut is not None and cut.axis == 1):
                 whole = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-                part = whole if place.cut is None else place.cut.of(whole)
+                part = whole if cut is None else cut.of(whole)
                 assert TensorSpec.of(part) == place.spec, name
                 place.rows.copy_(part)
                 continue
+            source = flat
+            if cut is not None:
+                row = len(flat) // cut.whole
+                source = flat[cut.first * row : (cut.first + cut.size) * row]
+                spec = spec._replace(shape=(cut.size, *spec.shape[1:]))
             assert spec == place.spec, name
             if spec.bytes >= _LARGE_BYTES:
-                place.flat.copy_(flat)
+                place.flat.copy_(source)
             else:
                 targets.append(place.flat)
-                sources.append(flat)
+                sources.append(source)
         if targets:
             torch._foreach_copy_(targets, sources)
 
