@@ -66,7 +66,7 @@ def is_aligned(description: Mapping[str, Any]) -> bool:
 
 
 class AlignedDecoder(nn.Module):
-    """The forward, to be mixed into a model of an engine before it; GPUs may share a dense layer (`joined`)."""
+    """The forward, to be mixed into a model of an engine before it; GPUs may share a layer (`joined`)."""
 
     model: Any
     cosines: Tensor
@@ -105,7 +105,10 @@ class AlignedDecoder(nn.Module):
         return final
 
     def expert_weights(self, mlp: Any) -> tuple[Operand, Operand]:
-        """Of an engine's module: gate above up, [experts, 2 width, hidden], and down, [experts, hidden, width]."""
+        """Of an engine's module: gate above up, [experts, 2 width, hidden], and down, [experts, hidden, width].
+
+        A GPU has its rows of gate, of up and of down.
+        """
         raise NotImplementedError
 
     def joined(self, part: Tensor) -> Tensor:
@@ -134,11 +137,13 @@ class AlignedDecoder(nn.Module):
         if isinstance(gate_up, Tensor):
             assert isinstance(down, Tensor), "experts of two formats"
             inner = grouped_bf16_gemm(gathered(normed, rows), gate_up, rows)
-            return total, mixed(grouped_bf16_gemm(swiglu(inner), down, rows), rows, gates)
+            outputs = grouped_bf16_gemm(self.joined(swiglu(inner)), down, rows)
+            return total, self.joined(mixed(outputs, rows, gates))
         assert not isinstance(down, Tensor), "experts of two formats"
         quantiser = self.recipe.activations, self._flag
         inner = grouped_gemm(gathered_codes(row_codes(normed, *quantiser), rows), gate_up, rows)
-        return total, mixed(grouped_gemm(swiglu_row_codes(inner, *quantiser, rows), down, rows), rows, gates)
+        outputs = grouped_gemm(self.joined_codes(swiglu_row_codes(inner, *quantiser, rows)), down, rows)
+        return total, self.joined(mixed(outputs, rows, gates))
 
     def _activated(self, inner: Tensor, linear: Any) -> Operand:
         if _multiplies_codes(linear):

@@ -7,7 +7,7 @@ of whole tiles of block FP8 (`architecture.with_whole_tiles`).
 
 GPUs that share a layer of vLLM (tensor parallelism) each hold rows of every part of a fused parameter, and of the
 vocabulary. Of o_proj and down_proj they hold columns in vLLM's own models, and rows in the aligned model, so that one
-GPU adds a whole sum. A norm is held by all.
+GPU adds a whole sum. Each expert is cut likewise. All hold norms and routers.
 """
 
 import re
@@ -32,6 +32,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 _FUSED_WITH = {part: fused for fused, parts in FUSED.items() for part in parts}
 _LAST = ("o_proj", "down_proj")
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight.*)")
+_EXPERTS = ".routed_experts."
 # Part of an expert -> the parameter, how many parts an expert has in it, and which of them this is.
 _EXPERT_PARTS = {"gate": ("w13", 2, 0), "up": ("w13", 2, 1), "down": ("w2", 1, 0)}
 
@@ -111,7 +112,8 @@ def whole_parameters(parameters: Mapping[str, TensorSpec], ranks: int, last: Axi
     specs = {}
     for name, spec in parameters.items():
         shape = list(spec.shape)
-        axis = _cut_axis(name, last)
+        # The aligned model alone shares experts: a GPU has rows of each.
+        axis = 1 if _EXPERTS in name else _cut_axis(name, last)
         if axis is not None:
             shape[axis] *= ranks
         specs[name] = spec._replace(shape=tuple(shape))
@@ -201,7 +203,7 @@ def _expert_slot(name: re.Match[str], rows: int) -> Slot:
     parameter, parts, part = _EXPERT_PARTS[name["part"]]
     start = (int(name["index"]) * parts + part) * rows
     stop = start + rows
-    return Slot(f"{name['experts']}.routed_experts.{parameter}_{name['kind']}", start, stop, stop, 0, 0)
+    return Slot(f"{name['experts']}{_EXPERTS}{parameter}_{name['kind']}", start, stop, stop, 0, 0)
 
 
 def _split(name: str) -> tuple[list[str], str]:

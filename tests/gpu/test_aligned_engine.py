@@ -72,7 +72,7 @@ def read(done: Completion) -> tuple[list[int], list[float]]:
     return done.tokens, done.logprobs
 
 
-@pytest.fixture(scope="module", params=[(ARCH, 1), (PARTIAL, 1), (SPARSE, 1), (ARCH, 2)])
+@pytest.fixture(scope="module", params=[(ARCH, 1), (PARTIAL, 1), (SPARSE, 1), (ARCH, 2), (SPARSE, 2)])
 def case(request: pytest.FixtureRequest) -> tuple[Architecture, int]:
     """A decoder, and the GPUs that share its layers in the engine; the trainer has one."""
     arch, gpus = request.param

@@ -1,7 +1,8 @@
 """The aligned model in vLLM for CPUs, in one process or in several that share its layers.
 
-There vLLM has neither block-FP8 linears nor an FP8 cache. So models are built in the process that computes, linears get
-parameters of the right types, and the reference's attention stands where vLLM's is; the rest is the code of a GPU.
+There vLLM has no block-FP8 linears, no experts and no FP8 cache. So models are built in the process that computes,
+linears and experts get parameters of the right types, and the reference's attention stands where vLLM's is; the rest is
+the code of a GPU.
 """
 
 import json
@@ -41,11 +42,22 @@ class ReferenceAttention(nn.Module):
         return out[0].transpose(0, 1).flatten(1).bfloat16()
 
 
+def register(layer: nn.Module, name: str, rows: int, columns: int, *experts: int) -> None:
+    for parameter, shape, dtype in (
+        (name, (rows, columns), torch.float8_e4m3fn),
+        (f"{name}_scale_inv", (-(-rows // 128), -(-columns // 128)), torch.float32),
+    ):
+        empty = torch.empty(*experts, *shape, dtype=dtype)
+        layer.register_parameter(parameter, nn.Parameter(empty, requires_grad=False))
+
+
 def begin(rank: int, ranks: int, store: Path) -> None:
     """Make vLLM ready in this process, with parameters for codes and scales of tiles."""
     from vllm.config import VllmConfig as EngineConfig
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization import register_quantization_config
 
@@ -56,12 +68,17 @@ def begin(rank: int, ranks: int, store: Path) -> None:
         def create_weights(
             self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], **others: Any
         ) -> None:
-            rows, columns = sum(output_partition_sizes), input_size_per_partition
-            for name, shape, dtype in (
-                ("weight", (rows, columns), torch.float8_e4m3fn),
-                ("weight_scale_inv", (-(-rows // 128), -(-columns // 128)), torch.float32),
-            ):
-                layer.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
+            register(layer, "weight", sum(output_partition_sizes), input_size_per_partition)
+
+    class ExpertCodesMethod(FusedMoEMethodBase):
+        def create_weights(self, layer: Any, **sizes: Any) -> None:
+            names = ("num_experts", "hidden_size", "intermediate_size_per_partition")
+            experts, hidden, width = (sizes[name] for name in names)
+            register(layer, "w13_weight", 2 * width, hidden, experts)
+            register(layer, "w2_weight", hidden, width, experts)
+
+        def get_fused_moe_quant_config(self, layer: Any) -> None:
+            """None: the aligned model multiplies."""
 
     @register_quantization_config(METHOD)
     class CodesConfig(InPlaceConfig):
@@ -69,6 +86,10 @@ def begin(rank: int, ranks: int, store: Path) -> None:
             return METHOD
 
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
+            if isinstance(layer, RoutedExperts):
+                return ExpertCodesMethod(layer.moe_config)
+            if prefix.endswith(".gate"):
+                return UnquantizedLinearMethod()
             return CodesMethod() if isinstance(layer, LinearBase) else None
 
     register_aligned_models()

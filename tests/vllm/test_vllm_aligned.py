@@ -9,7 +9,7 @@ import torch
 from aligned_cases import CONTRACT, SCALES, TEMPERATURE, TOKENS, begin, build, compute_share, computed, specs, write
 from conftest import ON_GPU, SHAPE
 
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
@@ -27,9 +27,19 @@ SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, o
 LLAMA = replace(QWEN3, family="llama", tie_embeddings=True, rope_scaling=SCALING)
 # vLLM's Qwen2 divides the hidden size among the heads.
 QWEN2 = replace(QWEN3, family="qwen2", hidden_size=512)
+SPARSE = replace(
+    QWEN3,
+    family="qwen3_moe",
+    intermediate_size=512,
+    experts=Experts(
+        count=4, per_token=2, intermediate_size=256, normalise_top_k=True, sparse_step=1, dense_layers=(0,)
+    ),
+)
 # Heads of 64, and no part of a fused linear that ends with a tile.
 PARTIAL = replace(LLAMA, hidden_size=192, intermediate_size=336, num_heads=9, num_kv_heads=3, head_dim=64)
-EACH = pytest.mark.parametrize("arch", [LLAMA, QWEN2, QWEN3, PARTIAL], ids=["llama", "qwen2", "qwen3", "partial tiles"])
+EACH = pytest.mark.parametrize(
+    "arch", [LLAMA, QWEN2, QWEN3, PARTIAL, SPARSE], ids=["llama", "qwen2", "qwen3", "partial tiles", "experts"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +76,7 @@ def test_the_forward_is_the_reference(vllm_cpu, tmp_path, arch):
 def test_processes_that_share_the_layers_compute_the_reference(vllm_build, tmp_path):
     """No sum is cut: two have the bytes of one."""
     wide = [replace(arch, intermediate_size=512) for arch in (LLAMA, QWEN2, QWEN3)]
-    policies = [(arch, policy_of(arch)) for arch in wide]
+    policies = [(arch, policy_of(arch)) for arch in (*wide, SPARSE)]
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=compute_share, args=(i, 2, tmp_path, policies)) for i in range(2)]
     for process in processes:

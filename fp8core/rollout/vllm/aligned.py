@@ -6,9 +6,9 @@ Requests with one new token go through `kernels.decode_attention`, those with mo
 which has the same bytes. A decode step is captured in a CUDA graph, so it reads only vLLM's own tensors and numbers in
 ascending order, which stay.
 
-GPUs that share a layer (tensor parallelism) have rows of each linear and of the head, and heads of their own. A sum is
-never cut: what the next product reads is put together from all of them, as codes or rounded results. So one GPU and
-several have equal bytes.
+GPUs that share a layer (tensor parallelism) have rows of each linear, expert and of the head, and heads of their own.
+Each has the whole router. A sum is never cut: what the next product reads is put together from all of them, as codes or
+rounded results. So one GPU and several have equal bytes.
 
 Importing this module gives vLLM the attention that belongs to these models.
 """
@@ -160,11 +160,11 @@ class AlignedForward(AlignedDecoder):
         arch = decoder_of(config)
         _, self._ranks = internals.layer_share()
         for index, layer in enumerate(self.model.layers):
-            dense = () if index in arch.sparse_layers else (layer.mlp.down_proj,)
-            for linear in (layer.self_attn.o_proj, *dense):
+            down = self._down(layer.mlp) if index in arch.sparse_layers else layer.mlp.down_proj.parameters()
+            for parameter in (*layer.self_attn.o_proj.parameters(), *down):
                 # vLLM has made room for columns of every row; rows of all columns take as much.
-                for parameter in linear.parameters():
-                    parameter.data = parameter.data.view(parameter.shape[0] // self._ranks, -1)
+                *experts, rows, _ = parameter.shape
+                parameter.data = parameter.data.view(*experts, rows // self._ranks, -1)
         heads = arch.num_heads // self._ranks
         kv_heads = arch.num_kv_heads // self._ranks
         self.prepare(config, HeadLayout(heads, kv_heads, arch.head_dim), self.lm_head.weight.device)
@@ -185,6 +185,10 @@ class AlignedForward(AlignedDecoder):
         # The head has rows beyond the vocabulary, which vLLM pads it with.
         logits = self.joined(head_logits(hidden_states, self.lm_head.weight))[:, : self._arch.vocab_size]
         return log_softmax(truncated(logits, self.temperature, self.truncation), self.temperature).float()
+
+    def _down(self, mlp: Any) -> tuple[Tensor, ...]:
+        _, down = self.expert_weights(mlp)
+        return (down,) if isinstance(down, Tensor) else down
 
     def joined(self, part: Tensor) -> Tensor:
         return part if self._ranks == 1 else internals.gather(part, 1)

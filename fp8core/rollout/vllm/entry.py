@@ -112,24 +112,27 @@ def _shared_refusals(arch: Architecture, contract: PrecisionContract, options: V
     setting = f"rollout.vllm.tensor_parallel={ranks}"
     if ranks == 1:
         return
-    if arch.experts is not None:
-        yield f"{setting}: the model has experts, only dense ones are shared; set it to 1"
+    if arch.experts is not None and options.model != "aligned":
+        yield f"{setting}: only the aligned model shares experts; set it to 1, or rollout.vllm.model to aligned"
         return
+    mlps = {} if len(arch.sparse_layers) == arch.num_layers else {"the MLP": arch.intermediate_size}
+    if arch.experts is not None:
+        mlps["an expert"] = arch.experts.intermediate_size
     sizes = {
         "query heads": arch.num_heads,
         "KV heads": arch.num_kv_heads,
-        "columns of the MLP": arch.intermediate_size,
+        **{f"columns of {mlp}": width for mlp, width in mlps.items()},
         f"rows of a vocabulary padded to {VOCABULARY_STEP}": padded_vocabulary(arch.vocab_size),
     }
     for what, size in sizes.items():
         if size % ranks:
             yield f"{setting}: does not divide the model's {size} {what}"
             return
-    widths = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.intermediate_size
-    if contract.rollout.linear == "fp8_block" and any(width // ranks % TILE for width in widths):
-        each = ", ".join(str(width // ranks) for width in widths)
+    widths = {"Q": arch.num_heads * arch.head_dim, "K": arch.num_kv_heads * arch.head_dim, **mlps}
+    if contract.rollout.linear == "fp8_block" and any(width // ranks % TILE for width in widths.values()):
+        each = ", ".join(f"{width // ranks} columns of {what}" for what, width in widths.items())
         yield (
-            f"{setting}: each GPU would have {each} columns of Q, K and MLP; with precision.rollout.linear=fp8_block "
+            f"{setting}: each GPU would have {each}; with precision.rollout.linear=fp8_block "
             f"all must be multiples of {TILE}"
         )
     elif options.model == "aligned" and arch.hidden_size % (ranks * TILE):
@@ -211,7 +214,9 @@ def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
     if config.precision.rollout.linear == "fp8_block":
         if rollout.vllm.model == "aligned":
             for whole in layer_products(with_whole_tiles(arch), rows):
-                yield replace(whole, outputs=whole.outputs // ranks)
+                # Every GPU has the whole router.
+                is_router = whole.operands == "bf16"
+                yield whole if is_router else replace(whole, outputs=whole.outputs // ranks)
             yield Product("bf16", padded_vocabulary(arch.vocab_size) // ranks, arch.hidden_size, rows)
             return
         part = {name: getattr(arch, name) // ranks for name in ("num_heads", "num_kv_heads", "intermediate_size")}

@@ -47,6 +47,14 @@ def test_gpus_that_share_the_aligned_model_multiply_rows_of_all_of_them():
     ]
 
 
+def test_gpus_that_share_experts_have_the_whole_router():
+    shared = ("model=Qwen/Qwen3-30B-A3B", "rollout.vllm.tensor_parallel=2", "cluster.placement=separate")
+    engine, _ = products("qwen3-moe-aligned", *shared)
+    assert {(each.outputs, each.contraction, each.experts) for each in engine} == {
+        *((2560, 2048, 1), (1024, 4096, 1), (128, 2048, 1), (768, 2048, 128), (1024, 768, 128), (75968, 2048, 1))
+    }
+
+
 def test_what_trains_on_a_cpu_has_none():
     engine, trainer = products("gsm8k")
     assert engine == trainer == []

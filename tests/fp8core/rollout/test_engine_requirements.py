@@ -159,14 +159,21 @@ def test_formats_that_sglang_cannot_run_are_refused(contract, options, complaint
             [r"experts.0.gate_proj.weight is \[96, 2048\]"],
         ),
         ({}, POW2, {"tensor_parallel": 4}, ["tensor_parallel=4: does not divide the model's 2 KV heads"]),
-        ({}, POW2, {"tensor_parallel": 2}, [r"each GPU would have 256, 128, 192 columns .* multiples of 128"]),
+        ({}, POW2, {"tensor_parallel": 2}, [r"each GPU would have .* 192 columns of the MLP; .* multiples of 128"]),
         (
             {"num_heads": 3, "num_kv_heads": 3, "vocab_size": 200},
             POW2,
             {"tensor_parallel": 3},
             ["does not divide the model's 256 rows of a vocabulary padded to 64"],
         ),
-        (SPARSE, POW2, {"tensor_parallel": 2}, ["tensor_parallel=2: the model has experts"]),
+        (SPARSE, POW2, {"tensor_parallel": 2}, ["tensor_parallel=2: only the aligned model shares experts"]),
+        (SPARSE, KERNELS, {"tensor_parallel": 2, "model": "aligned"}, [r"would have .* 64 columns of an expert; with"]),
+        (
+            SPARSE | {"experts": replace(EXPERTS, intermediate_size=256)},
+            KERNELS,
+            {"tensor_parallel": 2, "model": "aligned"},
+            [],
+        ),
         (
             {"hidden_size": 192, "intermediate_size": 768},
             KERNELS,

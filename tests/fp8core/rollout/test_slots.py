@@ -9,6 +9,7 @@ import torch
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.families import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats, stored_weights
+from fp8core.numerics.fingerprint import combine_sums, fingerprints
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import POW2
 from fp8core.rollout.shared_weights import TensorSpec, open_weights, share_weights, specs_of
@@ -19,10 +20,12 @@ from fp8core.rollout.slots import (
     cut_specs,
     filled_shapes,
     find_cuts,
+    find_shares,
     find_slots,
     whole_parameters,
     written_scales,
 )
+from fp8core.rollout.worker_policy import WeightPlaces
 
 LAYER = "model.layers.0"
 
@@ -165,11 +168,11 @@ HELD = f"{EXPERTS}.routed_experts"
 
 @pytest.fixture
 def experts():
-    """Four experts of a layer in block FP8, in the order a trainer ships them: 384 rows of gate and of up."""
-    tensors = {}
+    """Four experts of a layer in block FP8, in the order a trainer ships them: 512 rows of gate and of up."""
+    tensors, generator = {}, torch.Generator().manual_seed(0)
     for e in range(4):
-        for part, shape in (("gate", (384, 256)), ("up", (384, 256)), ("down", (256, 384))):
-            codes = torch.full(shape, 10 * e + ("gate", "up", "down").index(part), dtype=torch.uint8)
+        for part, shape in (("gate", (512, 256)), ("up", (512, 256)), ("down", (256, 512))):
+            codes = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
             tensors[f"{EXPERTS}.{e}.{part}_proj.weight"] = codes
             tensors[f"{EXPERTS}.{e}.{part}_proj.weight_scale_inv"] = codes[::128, ::128].float().clone()
     return tensors
@@ -179,10 +182,10 @@ def experts():
 def held():
     """The same as vLLM holds it."""
     return {
-        f"{HELD}.w13_weight": torch.zeros(4, 768, 256, dtype=torch.uint8),
-        f"{HELD}.w2_weight": torch.zeros(4, 256, 384, dtype=torch.uint8),
-        f"{HELD}.w13_weight_scale_inv": torch.zeros(4, 6, 2),
-        f"{HELD}.w2_weight_scale_inv": torch.zeros(4, 2, 3),
+        f"{HELD}.w13_weight": torch.zeros(4, 1024, 256, dtype=torch.uint8),
+        f"{HELD}.w2_weight": torch.zeros(4, 256, 512, dtype=torch.uint8),
+        f"{HELD}.w13_weight_scale_inv": torch.zeros(4, 8, 2),
+        f"{HELD}.w2_weight_scale_inv": torch.zeros(4, 2, 4),
     }
 
 
@@ -200,11 +203,30 @@ def test_experts_lie_one_after_another_gate_above_up(experts, held):
         assert held[f"{HELD}.w2_weight_scale_inv"][e].equal(tiles[2])
 
 
+def test_gpus_that_share_experts_hold_rows_of_each(experts, held):
+    """And read them back, without one another's, to the fingerprints of what was sent."""
+    halves = {name: whole[:, : whole.shape[1] // 2].clone() for name, whole in held.items()}
+    received = {name: (TensorSpec.of(each), each.view(-1).view(torch.uint8)) for name, each in experts.items()}
+    sums = []
+    for rank, share in enumerate(find_shares(specs_of(experts), {}, specs_of(halves), 2, 0)):
+        places = WeightPlaces(halves, share)
+        places.write(halves, received)
+        for kind, of_part, of_hidden in (("weight", 256, 128), ("weight_scale_inv", 2, 1)):
+            for e in range(4):
+                parts = [experts[f"{EXPERTS}.{e}.{part}_proj.{kind}"] for part in ("gate", "up", "down")]
+                gate, up, _ = (each[rank * of_part :][:of_part] for each in parts)
+                assert halves[f"{HELD}.w13_{kind}"][e].equal(torch.cat([gate, up]))
+                assert halves[f"{HELD}.w2_{kind}"][e].equal(parts[2][rank * of_hidden :][:of_hidden])
+        found = places.sums(halves, lambda part, axis: pytest.fail("gathered"))
+        sums.append([found[name] for name in experts])
+    assert combine_sums(sums) == fingerprints(list(experts.values()))
+
+
 @pytest.mark.parametrize(
     ("missing", "complaint"),
     [
-        ("1.up_proj.weight", r"w13_weight: rows from 1152 to 1536 are missing"),
-        ("0.gate_proj.weight_scale_inv", r"w13_weight_scale_inv: rows from 0 to 3 are missing"),
+        ("1.up_proj.weight", r"w13_weight: rows from 1536 to 2048 are missing"),
+        ("0.gate_proj.weight_scale_inv", r"w13_weight_scale_inv: rows from 0 to 4 are missing"),
     ],
 )
 def test_a_missing_part_of_an_expert_is_named(experts, held, missing, complaint):
