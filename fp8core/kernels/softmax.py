@@ -201,10 +201,11 @@ def _statistics(logits: Tensor, temperature: float) -> tuple[tuple[Tensor, int, 
     rows, vocabulary = logits.shape
     assert (logits.dtype, logits.stride(1)) == (torch.float32, 1), "logits are rows of FP32"
     given = logits, logits.stride(0), vocabulary, 1.0 / temperature
-    found = top, total, weighted = torch.empty(3, rows, device=logits.device).unbind()
+    # Apart: Triton compiles another kernel where an address is no multiple of 16 bytes.
+    top, total, weighted = (torch.empty(rows, device=logits.device) for _ in range(3))
     if rows:
         with torch.cuda.device_of(logits):
-            _statistics_kernel[(rows,)](*given, *found, _aligned(logits), _BLOCK, **_OPTIONS)
+            _statistics_kernel[(rows,)](*given, top, total, weighted, _aligned(logits), _BLOCK, **_OPTIONS)
     return given, top, total, weighted
 
 
