@@ -2,9 +2,8 @@
 
 `stored_weights` quantises BF16 values, so a BF16 checkpoint of the policy quantises to the same bytes."""
 
-from collections.abc import KeysView, Mapping
+from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -134,15 +133,14 @@ class ShippedTensors(dict[str, Tensor]):
         return policy_digest(self)
 
 
-def in_one_buffer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_one_buffer(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of tensors of one device, side by side in one piece of memory: one handle lends it to another process."""
-    ends = list(accumulate(round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors.values()))
-    buffer = torch.empty(ends[-1], dtype=torch.uint8, device=next(iter(tensors.values())).device)
-    copies = {}
-    for (name, tensor), end in zip(tensors.items(), ends, strict=True):
-        start = end - round_up(tensor.nbytes, _ALIGNMENT)
-        copies[name] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return copies
+    sizes = [round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors]
+    parts = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device).split(sizes)
+    return [
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
 def layer_of(name: str) -> int | None:

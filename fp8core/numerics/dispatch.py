@@ -32,7 +32,8 @@ def with_kernel(module: str) -> Callable[[Callable[Arguments, Result]], Callable
         @wraps(reference)
         def operation(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             first: Any = args[0]
-            tensors = (first,) if isinstance(first, Tensor) else first
+            # One a device: an operation may take tens of thousands.
+            tensors = (first,) if isinstance(first, Tensor) else {each.device: each for each in first}.values()
             if not tensors or not all(map(has_kernels, tensors)):
                 return reference(*args, **kwargs)
             result: Result = kernel_of(module, reference.__name__)(*args, **kwargs)

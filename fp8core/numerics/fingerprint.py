@@ -13,7 +13,7 @@ splitmix64 (Steele, Lea, Flood, 2014) and fmix64 of MurmurHash3 (Appleby). Not m
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,10 +26,14 @@ from torch import Tensor
 from fp8core.numerics.dispatch import with_kernel
 
 _Words = np.ndarray[Any, np.dtype[np.uint64]]
+LaneSums = np.ndarray[Any, np.dtype[np.int64]]
+"""Both lanes of slices or tensors, int64 [slices, 2]."""
 
 # In words: a chunk and its temporaries stay in the cache.
 _CHUNK = 1 << 17
 WORD_BYTES = 8
+# Hexadecimal, of both lanes.
+_DIGITS = 32
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,7 @@ def bytes_in_order(tensor: Tensor) -> Tensor:
     complex."""
     if tensor.is_complex():
         raise TypeError(f"fingerprint: no bit pattern is defined for {tensor.dtype}")
-    flat = tensor
-    # Tens of thousands of them are bytes already.
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return flat.clone() if flat.storage_offset() % WORD_BYTES else flat
 
 
@@ -128,44 +129,47 @@ def _slice_sum(part: Slice) -> Tensor:
     return torch.from_numpy(np.array(sums, dtype=np.uint64).view(np.int64))
 
 
-def hex_digits(sums: Sequence[int]) -> str:
-    return "".join(f"{lane & (1 << 64) - 1:016x}" for lane in sums)
+def hex_digits(sums: LaneSums) -> list[str]:
+    digits = sums.astype(">u8").tobytes().hex()
+    return [digits[start : start + _DIGITS] for start in range(0, len(digits), _DIGITS)]
 
 
 @with_kernel("fingerprint")
-def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> Tensor:
-    """Both lanes over slices, the fields of `Slice`, int64 [slices, 2]; slices of one tensor add up to its sums."""
+def sums_reader(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> Callable[[], Tensor]:
+    """A call gives `LaneSums` of what slices (the fields of `Slice`) hold then; the caller keeps their memory."""
     parts = [Slice(*part) for part in zip(elements, firsts, ends, strict=True)]
-    if len(parts) == 1:
-        return _slice_sum(parts[0])[None]
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        return torch.stack(list(threads.map(_slice_sum, parts)))
+
+    def read() -> Tensor:
+        if len(parts) == 1:
+            return _slice_sum(parts[0])[None]
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            return torch.stack(list(threads.map(_slice_sum, parts)))
+
+    return read
 
 
-def slice_sums(slices: Sequence[Slice]) -> list[list[int]]:
-    elements, firsts, ends = zip(*slices, strict=True)
-    sums: list[list[int]] = lane_sums(elements, firsts, ends).tolist()
+def slice_sums(slices: Sequence[Slice]) -> LaneSums:
+    """Slices of one tensor add up to its sums, modulo 2^64."""
+    sums: LaneSums = sums_reader(*zip(*slices, strict=True))().cpu().numpy()
     return sums
 
 
-def combine_sums(sums: Sequence[Sequence[Sequence[int]]]) -> list[str]:
+def combine_sums(sums: Sequence[LaneSums]) -> list[str]:
     """The fingerprints of tensors from the `slice_sums` of their slices."""
-    return [hex_digits([sum(lane) for lane in zip(*lanes, strict=True)]) for lanes in zip(*sums, strict=True)]
+    return hex_digits(np.sum(sums, axis=0, dtype=np.int64))
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
-    return [hex_digits(sums) for sums in slice_sums([Slice.whole(tensor) for tensor in tensors])] if tensors else []
+    if not tensors:
+        return []
+    read = sums_reader(tensors, [0] * len(tensors), [tensor.nbytes for tensor in tensors])
+    return hex_digits(read().cpu().numpy())
 
 
 def policy_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over the sorted (name, dtype, shape, fingerprint) of named tensors."""
-    digests = fingerprints(list(tensors.values()))
-    return digest_of(
-        {
-            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digits)
-            for (name, tensor), digits in zip(tensors.items(), digests, strict=True)
-        }
-    )
+    specs = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return PolicyRows(specs).digest(fingerprints(list(tensors.values())))
 
 
 def masters_digest(weights: Mapping[str, Tensor], device: torch.device) -> str:
@@ -177,5 +181,20 @@ def masters_digest(weights: Mapping[str, Tensor], device: torch.device) -> str:
 
 def digest_of(prints: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
     """`policy_digest` of tensors known by (dtype without `torch.`, shape, fingerprint)."""
-    rows = [[name, dtype, list(shape), digits] for name, (dtype, shape, digits) in sorted(prints.items())]
-    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+    rows = PolicyRows({name: (dtype, shape) for name, (dtype, shape, _) in prints.items()})
+    return rows.digest([digits for _, _, digits in prints.values()])
+
+
+class PolicyRows:
+    """The text of `digest_of`. `specs`: type and shape by name, which stay as they are."""
+
+    def __init__(self, specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        encode = json.JSONEncoder(separators=(",", ":")).encode
+        texts = {spec: encode(spec)[1:-1] for spec in set(specs.values())}
+        self._numbers = sorted(range(len(specs)), key=list(specs).__getitem__)
+        self._heads = [f"[{encode(name)},{texts[specs[name]]}" for name in sorted(specs)]
+
+    def digest(self, digits: Sequence[str]) -> str:
+        """`digits`: the fingerprints in the order of the tensors."""
+        rows = [f'{head},"{digits[number]}"]' for head, number in zip(self._heads, self._numbers, strict=True)]
+        return hashlib.sha256(f"[{','.join(rows)}]".encode()).hexdigest()

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.fingerprint import digest_of, hex_digits
+from fp8core.numerics.fingerprint import PolicyRows, hex_digits
 from fp8core.numerics.truncation import Truncation
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import (
@@ -80,10 +80,11 @@ class ResidentEngine(ABC):
         self._numbers = count()
         self._parameters: dict[str, TensorSpec] = {}
         self._specs: dict[str, TensorSpec] = {}
+        self._rows = PolicyRows({})
         # Where the parameters hold what is sent, as its processes take it; None where they have it already.
         self._places: Shares | None = None
-        # The tensors of which each process has rows.
-        self._in_parts: set[str] = set()
+        # Each process has rows of its own: true or false for each tensor.
+        self._in_parts: list[bool] = []
         self._unwritten: set[str] = set()
         self._complete = False
         self._asleep = False
@@ -106,8 +107,9 @@ class ResidentEngine(ABC):
                 {name: [list(part) for part in parts if part is not None] for name, parts in share.items()}
                 for share in shares
             ]
-            self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.is_gathered}
+            self._in_parts = [cut is not None and not cut.is_gathered for _, cut in shares[0].values()]
             self._specs = dict(sent)
+            self._rows = PolicyRows(self._specs)
         self._unwritten = {*sent}
 
     def write(self, shared: SharedWeights) -> None:
@@ -117,7 +119,8 @@ class ResidentEngine(ABC):
                 self._wake("weights")
             self.ask_policies("begin", self._places)
             self._places = None
-        self._unwritten.difference_update(self.ask_policy("write", shared))
+        self.ask_policies("write", shared)
+        self._unwritten.difference_update(shared["names"])
 
     def finish(self, scales: PolicyScales, version: int) -> SyncReport:
         assert not self._unwritten, f"{len(self._unwritten)} expected tensors are not written"
@@ -221,13 +224,12 @@ class ResidentEngine(ABC):
         )
 
     def _digest(self, replies: Sequence[Mapping[str, Any]]) -> str:
-        prints = {}
-        for name, spec in self._specs.items():
-            sums = [each["sums"][name] for each in replies]
-            if name in self._in_parts:
-                sums = [[sum(lane) for lane in zip(*sums, strict=True)]]
-            prints[name] = spec.dtype, spec.shape, hex_digits(self._common_value(f"bytes of {name}", sums))
-        return digest_of(prints)
+        held = np.stack([np.frombuffer(each["sums"], np.int64).reshape(-1, 2) for each in replies])
+        # All workers hold the whole of what they put together.
+        held[:, self._in_parts] = held[:, self._in_parts].sum(0)
+        for number in np.flatnonzero((held != held[0]).any((0, 2))):
+            self._common_value(f"bytes of {list(self._specs)[number]}", held[:, number].tolist())
+        return self._rows.digest(hex_digits(held[0]))
 
     def _common_value(self, what: str, values: Sequence[_Value]) -> _Value:
         if any(each != values[0] for each in values):

@@ -4,11 +4,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -33,7 +33,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
-        return cls(_name_of(tensor.dtype), tuple(tensor.shape))
+        return _spec_of(tensor.dtype, tensor.shape)
 
     @property
     def rows(self) -> int:
@@ -51,13 +51,21 @@ class TensorSpec(NamedTuple):
         return f"{self.dtype} {list(self.shape)}"
 
 
-SharedTensors = dict[str, tuple[TensorSpec, Tensor]]
-"""Type and shape of each tensor by name, and its bytes, uint8 [bytes]."""
+Places = np.ndarray[Any, np.dtype[np.int64]]
+"""Of each tensor its storage, its first byte there and how many it has, int64 [tensors, 3]."""
+
+
+class SharedBytes(NamedTuple):
+    """Opened weights: tensors by name in storages, uint8 [bytes]."""
+
+    names: list[str]
+    places: Places
+    storages: list[Tensor]
 
 
 @cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _spec_of(dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
+    return TensorSpec(str(dtype).removeprefix("torch."), tuple(shape))
 
 
 @cache
@@ -88,48 +96,30 @@ def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:
     with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
         path = Path(folder) / "policy.safetensors"
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-        yield {"file": str(path)}
+        yield {"file": str(path), "names": list(tensors)}
 
 
-def open_weights(handles: SharedWeights, device: torch.device) -> SharedTensors:
+def open_weights(handles: SharedWeights, device: torch.device) -> SharedBytes:
     """To be used within the sender's block; the tensors of a file lie on the CPU."""
+    names: list[str] = handles["names"]
     if "file" in handles:
-        read = load_file(handles["file"])
-        return {name: (TensorSpec.of(tensor), tensor.view(-1).view(torch.uint8)) for name, tensor in read.items()}
-    storages = [_open_storage(fields, device) for fields in handles["storages"]]
-    inside: list[list[tuple[int, str, TensorSpec]]] = [[] for _ in storages]
-    for name, (storage, dtype, shape, first) in handles["tensors"].items():
-        inside[storage].append((first, name, TensorSpec(dtype, tuple(shape))))
-    tensors: SharedTensors = {}
-    for whole, parts in zip(storages, inside, strict=True):
-        parts.sort()
-        # One cut of a storage gives all that is in it: tens of thousands of views take a processor long.
-        ends = [*(first for first, _, _ in parts), len(whole)]
-        pieces = whole[ends[0] :].split([after - first for first, after in pairwise(ends)])
-        for piece, (first, name, spec) in zip(pieces, parts, strict=True):
-            # There are gaps between tensors, and tensors that share their bytes.
-            size = spec.bytes
-            tensors[name] = spec, piece if len(piece) == size else whole[first : first + size]
-    return tensors
+        tensors = load_file(handles["file"])
+        flat = [tensors[name].view(-1).view(torch.uint8) for name in names]
+        return SharedBytes(names, np.array([(i, 0, len(part)) for i, part in enumerate(flat)]), flat)
+    places = np.frombuffer(handles["places"], np.int64).reshape(-1, 3)
+    return SharedBytes(names, places, [_open_storage(fields, device) for fields in handles["storages"]])
 
 
 def _shared_storages(tensors: Mapping[str, Tensor]) -> tuple[SharedWeights, list[tuple[Any, ...]]]:
-    index: dict[int, int] = {}
-    storages: list[list[Any]] = []
-    counters: list[tuple[Any, ...]] = []
-    places: dict[str, list[Any]] = {}
-    for name, tensor in tensors.items():
-        assert tensor.is_contiguous(), f"{name} is not contiguous"
-        address = tensor.untyped_storage().data_ptr()
-        if address not in index:
-            index[address] = len(storages)
-            fields, counter = _handle(tensor)
-            storages.append(fields)
-            counters.append(counter)
-        spec = TensorSpec.of(tensor)
-        offset = tensor.storage_offset() * tensor.element_size()
-        places[name] = [index[address], spec.dtype, list(spec.shape), offset]
-    return {"storages": storages, "tensors": places}, counters
+    assert all(tensor.is_contiguous() for tensor in tensors.values()), "a tensor is not contiguous"
+    each = list(tensors.values())
+    storages = np.array([tensor.untyped_storage().data_ptr() for tensor in each])
+    firsts = np.array([tensor.data_ptr() for tensor in each]) - storages
+    _, examples, numbers = np.unique(storages, return_index=True, return_inverse=True)
+    places = np.stack([numbers, firsts, [tensor.nbytes for tensor in each]], axis=1)
+    fields, counters = zip(*(_handle(each[i]) for i in examples), strict=True)
+    # As bytes they take no time on their way to another process.
+    return {"storages": list(fields), "names": list(tensors), "places": places.tobytes()}, list(counters)
 
 
 def _handle(tensor: Tensor) -> tuple[list[Any], tuple[Any, ...]]:

@@ -18,14 +18,13 @@ class FaultyPolicy(WorkerPolicy):
         """The fault of the writes from now on, of one of those that share the layers; an empty name for none."""
         self.fault = fault if self._rank() == rank else ""
 
-    def write(self, received: SharedWeights) -> list[str]:
+    def write(self, received: SharedWeights) -> None:
         """Write, then damage what a sender, a copy or a kernel could have damaged."""
         before = {name: tensor.detach().clone() for name, tensor in self._parameters_by_name().items()}
-        written = super().write(received)
+        super().write(received)
         damage = getattr(self, f"_{self.fault}", None)
         if damage is not None:
             damage({name: tensor.data for name, tensor in self._parameters_by_name().items()}, before)
-        return written
 
     def end(self, version: int) -> None:
         """Say another one."""

@@ -9,6 +9,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -140,7 +141,7 @@ class AdaptedMasters(SharedRows):
 
     def _rounded(self, own: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], str]]:
         """The input of `digest_of`, in BF16; one is made at a time."""
-        sums = [slice_sums([self.slice_of(name, own[name].bfloat16())])[0] for name in own]
+        sums = np.concatenate([slice_sums([self.slice_of(name, own[name].bfloat16())]) for name in own])
         digits = combine_sums(self._ranks.joined([sums]))
         return {name: ("bfloat16", self.shapes[name], each) for name, each in zip(own, digits, strict=True)}
 

@@ -12,7 +12,6 @@ rows are never cut, so codes and scales are those of one GPU."""
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from fp8core.models.architecture import Architecture
 from fp8core.models.families import layer_parts
-from fp8core.models.weights import SCALE_SUFFIX, layer_of
+from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.fingerprint import Slice, bytes_in_order, combine_sums, digest_of, slice_sums
 from fp8core.numerics.recipe import TILE
 from fp8core.training.ranks import Ranks
@@ -133,20 +132,18 @@ class SharedRows:
         return {name: [next(whole) for _ in tensors] for name, tensors in parts.items()}
 
     def joined(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `gathered`, one layer at a time; tensors by Hugging Face name, scales by theirs."""
-        shapes = self.shapes
-        whole_tensors = dict[str, Tensor]()
-        for _, names in groupby(parts, layer_of):
-            unit = list(names)
-            bases = [name.removesuffix(SCALE_SUFFIX) for name in unit]
-            whole = self._gathered(
-                [
-                    (parts[name], [shapes[base][0]], 1 if name == base else TILE)
-                    for name, base in zip(unit, bases, strict=True)
-                ]
-            )
-            whole_tensors |= zip(unit, whole, strict=True)
-        return whole_tensors
+        """As `gathered`, of tensors by Hugging Face name."""
+        whole = self._gathered([(tensor, [self.shapes[name][0]], 1) for name, tensor in parts.items()])
+        return dict(zip(parts, whole, strict=True))
+
+    def split(self, name: str, whole: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The parts of what `gathered` gave of a parameter, by Hugging Face name; scales by theirs."""
+        parts = self._stacks[name].parts
+        tensors = dict[str, Tensor]()
+        for tensor, suffix, step in zip(whole, ("", SCALE_SUFFIX), (1, TILE), strict=False):
+            pieces = tensor.split([-(-rows // step) for _, rows in parts])
+            tensors |= {part + suffix: piece for (part, _), piece in zip(parts, pieces, strict=True)}
+        return tensors
 
     def _gathered(self, own_parts: Sequence[tuple[Tensor, list[int], int]]) -> list[Tensor]:
         """From own rows of each, the rows of its parts, and how many of them a row stands for."""

@@ -17,7 +17,7 @@ from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture
 from fp8core.models.router_losses import RouterLosses
 from fp8core.models.safetensors_files import StoredSpec, create_file, write_rows
-from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, layer_of, stored_weights
+from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, layer_of
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.elementwise import KERNELS
@@ -140,13 +140,30 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         return {**description, **self._formats.training.describe(), **points, **self._masters.describe()}
 
     def _to_ship(self) -> ShippedTensors:
+        stacks = self._stored(self._formats.rollout)
         # In one buffer: that is shared fast.
-        return ShippedTensors(in_one_buffer(self._stored(self._formats.rollout)))
+        copies = iter(in_one_buffer([tensor for tensors in stacks.values() for tensor in tensors]))
+        return ShippedTensors(self._by_name({name: [next(copies) for _ in each] for name, each in stacks.items()}))
 
-    def _stored(self, formats: Formats) -> dict[str, Tensor]:
+    def _stored(self, formats: Formats) -> dict[str, list[Tensor]]:
+        """Whole parameters as they are shipped, by their names in the decoder: values, or codes and scales."""
         self._decoder.drop_weights()  # Cached weights would take memory beside it.
-        stored = stored_weights(self._masters.named(), formats.stored_names(), formats.recipe.weights)
-        return self._masters.joined(stored)
+        names = formats.stored_names()
+        blocks: dict[str, Blocks] = {"fp8_block": Fp8Blocks(formats.recipe, self._flag), "bf16": Bf16Blocks()}
+        masters = self._masters
+        stacks = dict[str, list[Tensor]]()
+        for unit in masters.units:
+            forms = {name: blocks[names.of(stack.parts[0][0])] for name, stack in unit.items()}
+            stacks |= masters.gathered(
+                {name: form.made(masters.own(name), masters.parts(name)) for name, form in forms.items()}
+            )
+        self._check_finite()
+        return stacks
+
+    def _by_name(self, stacks: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        return {
+            name: part for stack, whole in stacks.items() for name, part in self._masters.split(stack, whole).items()
+        }
 
     def digest(self) -> str:
         return self._masters.digest()
@@ -228,7 +245,11 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     def _other_weights(self) -> dict[str, Tensor] | None:
         training = self._formats.training
-        return None if training.stored_names() == self._formats.rollout.stored_names() else self._stored(training)
+        return (
+            None
+            if training.stored_names() == self._formats.rollout.stored_names()
+            else self._by_name(self._stored(training))
+        )
 
     def _engine_weights(self, engine_weights: Mapping[str, Tensor]) -> Tensor:
         self._decoder.drop_weights()

@@ -206,7 +206,8 @@ def test_experts_lie_one_after_another_gate_above_up(experts, held):
 def test_gpus_that_share_experts_hold_rows_of_each(experts, held):
     """And read them back, without one another's, to the fingerprints of what was sent."""
     halves = {name: whole[:, : whole.shape[1] // 2].clone() for name, whole in held.items()}
-    received = {name: (TensorSpec.of(each), each.view(-1).view(torch.uint8)) for name, each in experts.items()}
+    with share_weights(experts) as sent:
+        received = open_weights(sent, torch.device("cpu"))
     sums = []
     for rank, share in enumerate(find_shares(specs_of(experts), {}, specs_of(halves), 2, 0)):
         places = WeightPlaces(halves, share)
@@ -217,8 +218,7 @@ def test_gpus_that_share_experts_hold_rows_of_each(experts, held):
                 gate, up, _ = (each[rank * of_part :][:of_part] for each in parts)
                 assert halves[f"{HELD}.w13_{kind}"][e].equal(torch.cat([gate, up]))
                 assert halves[f"{HELD}.w2_{kind}"][e].equal(parts[2][rank * of_hidden :][:of_hidden])
-        found = places.sums(halves, lambda part, axis: pytest.fail("gathered"))
-        sums.append([found[name] for name in experts])
+        sums.append(places.sums(halves, lambda part, axis: pytest.fail("gathered")))
     assert combine_sums(sums) == fingerprints(list(experts.values()))
 
 
@@ -244,11 +244,10 @@ def test_a_file_brings_every_bit_and_goes():
     with share_weights(tensors) as sent:
         received = open_weights(sent, torch.device("cpu"))
     assert not Path(sent["file"]).exists()
-    assert received.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        spec, flat = received[name]
-        assert spec == TensorSpec.of(tensor)
-        assert flat.equal(tensor.detach().contiguous().view(-1).view(torch.uint8))
+    assert received.names == list(tensors)
+    for (storage, first, size), tensor in zip(received.places, tensors.values(), strict=True):
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        assert received.storages[storage][first : first + size].equal(flat)
 
 
 @pytest.mark.parametrize(
