@@ -63,8 +63,10 @@ flags = ["-O3", "-std=c++17", *(f"-DFLASHATTENTION_DISABLE_{part}" for part in p
 names = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
 cuda = [*(f"-U__CUDA_NO_{name}__" for name in names), "--expt-relaxed-constexpr", "--expt-extended-lambda"]
 folders = [str(src / each) for each in ("flash_attn", "flash_attn/src", "cutlass/include")]
-cpp_extension.load("flash_attn_2_cuda", [*map(str, files)], flags, [*flags, *cuda, "--use_fast_math"], None, folders,
-                   build, is_python_module=False)
+cpp_extension.load(
+    "flash_attn_2_cuda", [*map(str, files)], extra_cflags=flags, extra_cuda_cflags=[*flags, *cuda, "--use_fast_math"],
+    extra_include_paths=folders, build_directory=build, is_python_module=False,
+)
 """
 _HOPPER, _PIECE_MIB = 90, 50
 _MAGIC = struct.pack("<I", 0xBA55ED50)
@@ -150,7 +152,8 @@ def _compiler(folder: Path, uv: Path) -> Path:
     subprocess.run([uv, "pip", "install", "-q", "--python-version", "3.12", "--target", folder, *wheels], check=True)
     home = folder / "nvidia/cu13"
     (home / "lib64").mkdir(exist_ok=True)
-    (home / "lib64/libcudart.so").symlink_to(home / "lib/libcudart.so.13")
+    if not (link := home / "lib64/libcudart.so").is_symlink():
+        link.symlink_to(home / "lib/libcudart.so.13")
     return home
 
 
