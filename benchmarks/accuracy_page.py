@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy_page
 
-Rows: parts_kl.json (`benchmarks.studies.parts_kl`), recipe_errors.json (commit f4cb390a has its script), and
+Rows: parts_kl.json (`benchmarks.studies.parts_kl`), recipe_errors.json (commit db6f5a56 has its script), and
 recipe_hopper.json: of `benchmarks.rollout_hopper` the engines qwen3-8b/fp8_linear_kv/aligned/{fp32_activations,pow2},
 of `benchmarks.training_hopper` the cells qwen3-8b/fp8_block_kv/pow2 and qwen3-8b/fp8_block_kv, one after the other on
 one H200 each, and of `benchmarks.small_hopper` the variant fp8_end_to_end_kv_tools_asynchronous.
