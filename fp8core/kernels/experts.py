@@ -89,7 +89,7 @@ def _place_kernel(
         size = rows - start
     else:
         tl.store(sizes + expert, size)
-    number = tl.where(expert == count, -1, expert)
+    number = tl.where(expert == count, _NO_EXPERT, expert)
     for first in range(0, size, block):
         row = first + tl.arange(0, block)
         tl.store(owners + start + row, tl.full((block,), number, tl.int32), mask=row < size)
