@@ -1,9 +1,10 @@
-"""The ledger of a whole GRPO step at the shape of Qwen3-8B on one H200, BF16 beside FP8, through `fp8-grpo run`.
+"""The ledger of a whole GRPO step at a real model's shape on one H200, BF16 beside FP8, through `fp8-grpo run`.
 
     python -m benchmarks.large_ledger --out FOLDER --seconds 560                   both variants, one after the other
     python -m benchmarks.large_ledger --out FOLDER --seconds 560 bf16              one of them
     python -m benchmarks.large_ledger --out FOLDER --logprobs training             without a log-prob pass
     python -m benchmarks.large_ledger --out FOLDER --engine sglang fp8_end_to_end_kv
+    python -m benchmarks.large_ledger --out FOLDER --model qwen3-30b-a3b           experts, 12 of 48 layers
     python -m benchmarks.large_ledger --out FOLDER --layers 2 --device cpu         a rehearsal, of a tiny model
 
 The weights are random, because time does not depend on them; other benchmarks use `make_model` too. A run is started
@@ -52,6 +53,8 @@ SOURCES = ("pass", "training", "rollout")
 RESULT = "large_ledger"
 PREDICTION = Path(__file__).with_name(f"{RESULT}_prediction.json")
 QWEN3_8B = HUB_ARCHITECTURES["Qwen/Qwen3-8B-Base"]
+# Of experts as many layers as a GPU can train.
+MODELS = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": replace(HUB_ARCHITECTURES["Qwen/Qwen3-30B-A3B"], num_layers=12)}
 _SHOWN = 12_000
 
 _COMMON = {
@@ -92,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     end, out = time.monotonic() + options.seconds, options.out.absolute()
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    arch, began = architecture(options.device, options.layers), time.monotonic()
+    arch, began = architecture(options), time.monotonic()
     model = out / f"model-{options.device}-{arch.num_layers}"
     make_model(model, arch, options.device)
     print(f"model: {time.monotonic() - began:.0f} s", flush=True)
@@ -107,12 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     predicted = {
         (each["variant"], each["logprobs"], each["engine"]): each["predicted"]
         for each in json.loads(PREDICTION.read_text())
+        if each.get("model", "qwen3-8b") == options.model
     }
     about = {"engine": options.engine}
     rows = [
         row | about | {"logprobs": source, "predicted": predicted.get((row["variant"], source, options.engine))}
         for (_, source), each in done.items()
-        if (row := ledger_row(each, arch)) is not None
+        if (row := ledger_row(each, options.model, arch)) is not None
     ]
     write_rows(out / f"{RESULT}.json", rows)
     for row in rows:
@@ -122,12 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if {*asked} <= {*done} else 1
 
 
-def architecture(device: str, layers: int) -> Architecture:
-    """Qwen3-8B's shape, or a tiny one for a CPU, of `layers` layers."""
-    if device == "cuda":
-        return replace(QWEN3_8B, num_layers=layers)
+def architecture(options: argparse.Namespace) -> Architecture:
+    """A model's shape, or a tiny one of its family for a CPU."""
+    shape = MODELS[options.model]
+    shape = replace(shape, num_layers=options.layers or shape.num_layers)
+    if options.device == "cuda":
+        return shape
     small = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_heads": 2, "num_kv_heads": 1}
-    return replace(QWEN3_8B, num_layers=layers, max_positions=1024, **small)
+    experts = shape.experts and replace(shape.experts, count=8, per_token=2, intermediate_size=128)
+    return replace(shape, max_positions=1024, experts=experts, **small)
 
 
 def training(model: Path, variant: str, source: str, options: argparse.Namespace) -> Training:
@@ -159,7 +166,7 @@ def train(training: Training, steps: int, log: Path, end: float) -> None:
         print(log.read_text(errors="replace")[-_SHOWN:], flush=True)
 
 
-def ledger_row(training: Training, arch: Architecture) -> Row | None:
+def ledger_row(training: Training, model: str, arch: Architecture) -> Row | None:
     """The ledger of a step, with the size of the model and of the step, and seconds before the first one."""
     run = read_run(training.folder, training.variant)
     row = step_ledger_row(run, training.variant, training.label)
@@ -169,7 +176,7 @@ def ledger_row(training: Training, arch: Architecture) -> Row | None:
     # Another place has the model elsewhere.
     row["command"] = row["command"].replace(training.settings[0], "model=FOLDER/model")
     return row | {
-        "model": "qwen3-8b" if arch.hidden_size == QWEN3_8B.hidden_size else "rehearsal",
+        "model": model if arch.vocab_size == QWEN3_8B.vocab_size else "rehearsal",
         "layers": arch.num_layers,
         "requests": round(last["rollout/tokens"] / last["rollout/length_mean"]),
         "prompt_tokens": _prompt_tokens(run),
@@ -202,14 +209,15 @@ def _seconds_before(run: RunData) -> dict[str, float]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The ledger of GRPO steps at Qwen3-8B's shape, with random weights.")
+    parser = argparse.ArgumentParser(description="The ledger of GRPO steps at a real model's shape.")
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=", ".join(VARIANTS))
     parser.add_argument("--out", type=Path, required=True, help="folder of model, runs and results")
     parser.add_argument("--logprobs", choices=SOURCES, default="pass", help="source of old log-probs (default pass)")
     parser.add_argument("--engine", choices=_ENGINES, default="vllm", help="of rollouts on a GPU (default vllm)")
     parser.add_argument("--seconds", type=float, default=560.0, help="of this call (default 560)")
     parser.add_argument("--steps", type=int, default=3, help="of each run; the first is not counted (default 3)")
-    parser.add_argument("--layers", type=int, default=QWEN3_8B.num_layers)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-8b", help="shape (default qwen3-8b)")
+    parser.add_argument("--layers", type=int, help="default: all, or as many as a GPU can train")
     parser.add_argument("--device", choices=tuple(_SIZES), default="cuda")
     options = parser.parse_args(arguments)
     options.variants = options.variants or list(VARIANTS)
