@@ -6,10 +6,6 @@ Rows: parts_kl.json (`benchmarks.studies.parts_kl`), recipe_errors.json (commit 
 recipe_hopper.json: of `benchmarks.rollout_hopper` the engines qwen3-8b/fp8_linear_kv/aligned/{fp32_activations,pow2},
 of `benchmarks.training_hopper` the cells qwen3-8b/fp8_block_kv/pow2 and qwen3-8b/fp8_block_kv, one after the other on
 one H200 each, and of `benchmarks.small_hopper` the variant fp8_end_to_end_kv_tools_asynchronous.
-
-Predicted before the rollouts and training steps were measured: 0.99x to 1.00x of the speed of powers of two. In a
-decode step quotients take a few microseconds more a layer; a training step has 50 ms more of quantisers and 15 ms less
-of codes around attention.
 """
 
 from collections.abc import Sequence

@@ -12,12 +12,7 @@ slowest.
 `exactness` is a small model of the same structure: 64 episodes of 10 turns, with cached prefixes and without, and how
 many log-probs of the policy's tokens differ from the packed trainer's.
 
-Predicted before the first run on an H200: each turn computes its observation and what is left of a cache block, about
-40 tokens, so episodes have 0.93 of the speed of single turns with answers at once, and 0.91 with late ones. It gave
-0.50 and 0.43. Since then kernels are compiled before, single turns read and write as many tokens, steps with prompts
-are captured between attentions and wait for no lengths, the worker has a process of its own, and eight answers enter
-while the next are put into tokens. The last predictions were 0.91 and 0.89 with vLLM, 0.89 and 0.87 with SGLang; they
-gave 0.90 and 0.90, and 0.75 and 0.80. Turns that enter every fourth or eighth step, or 4 to 16 at a time, gain nothing.
+Turns that enter every fourth or eighth step, or 4 to 16 at a time, gain nothing.
 """
 
 import argparse

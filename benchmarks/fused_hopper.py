@@ -9,11 +9,6 @@ A row is one function in one form: `fused`; `two kernels`, the same kernel with 
 are codes. GB/s counts in every form what the fused function has to read and write once, share_of_peak is of 4.8 TB/s.
 `timed` is "graph" for GPU time from a CUDA graph, "eager" for a queue of calls with their launches, "wall" for a CPU,
 where the references run and times mean nothing.
-
-PREDICTED was written before the first measurement, in microseconds of the fused form for Qwen3-8B's shape and 16,384
-tokens: the bytes that really move at 4.0 TB/s (a copy reaches 4.1), and about half of the time in which the
-instructions would be issued where that is not small (27 for each element of swiglu_codes under pow2, 40 under fp32; 23
-for each of head_codes and 29 of head_values, most of them of the division).
 """
 
 import argparse
@@ -62,27 +57,6 @@ PEAK = 4.8e12
 EPS = 1e-6
 LAYOUT = HeadLayout(query_heads=32, kv_heads=8, head_dim=128)
 SHAPE = (16_384, 4096, 12_288)
-PREDICTED = {
-    "add_norm": 140,
-    "add_norm_row_codes pow2": 125,
-    "add_norm_row_codes fp32": 130,
-    "add_norm_codes pow2": 195,
-    "add_norm_codes fp32": 240,
-    "add_norm_backward": 150,
-    "swiglu": 310,
-    "swiglu_row_codes pow2": 270,
-    "swiglu_row_codes fp32": 280,
-    "swiglu_codes pow2": 400,
-    "swiglu_codes fp32": 560,
-    "swiglu_backward": 520,
-    "swiglu_backward_codes pow2": 700,
-    "swiglu_backward_codes fp32": 1050,
-    "norm_rotate": 120,
-    "norm_rotate_backward": 185,
-    "head_codes": 115,
-    "head_values": 150,
-    "head_gradients": 160,
-}
 
 Call = Callable[[], Any]
 
@@ -122,8 +96,6 @@ def main() -> None:
                 "shape": shape,
                 **speed(case, form, call, device),
             }
-            if form == "fused" and shape == SHAPE and case.name in PREDICTED:
-                row["predicted_microseconds"] = PREDICTED[case.name]
             rows.append(row)
             print(json.dumps(row), flush=True)
 

@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.asynchronous_hopper import MODES
 from benchmarks.harness import MODELS, Row, gpu_here, table, write_rows
 from benchmarks.large_ledger import QWEN3_8B, committed, make_model, train
 from benchmarks.small_hopper import Training, plan, step_ledger_row, timed_steps
@@ -50,6 +49,7 @@ SHAPES = {
 }
 """Configuration and shape of each model."""
 SOURCES = ("pass", "rollout")
+MODES = ("synchronous", "one_step_off", "asynchronous")
 IN_TURN = "in_turn"
 PARTS = ("rollout", "logprobs", "train", "ahead", "sync", "wall")
 _TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_heads": 2, "num_kv_heads": 1}

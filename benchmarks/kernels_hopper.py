@@ -6,19 +6,6 @@ Writes DIR/kernels_hopper.json after every part, so that what was measured is ke
 bytes over the cases of `kernel_cases.py`, then GB/s and microseconds. GB/s counts what has to be read and written once.
 `microseconds` is GPU time from a CUDA graph of calls on alternating inputs larger than the L2 cache, or (`timed` is
 "eager") the time per call of a queue of calls, launches included, for what cannot be captured.
-
-Predictions, written before the first measurement, for BF16 [16384, 4096] in GB/s (peak 4,800; a copy about 4,000):
-
-    rows               3,400 pow2   3,000 fp32 (5 FMAs more per element)
-    rows and columns   2,900        2,200 (34 instructions per element: arithmetic takes as long as memory)
-    tiles              3,300        2,800
-    torch reference    below 250 (a dozen passes over FP32 temporaries)
-    torch.compile      about 1,500 for rows (it stops at the check for NaN and reads twice), less for columns
-    vLLM               about 1,300 for rows (from 0.15 ms for this shape in an earlier measurement)
-    Transformer Engine 2,500 for rows and columns
-    fingerprint        2,700, 3.0 ms for 8.2 GB (58 instructions per 8 bytes, 39 of them cycles of the multiplier)
-    all linears of Qwen3-8B in tiles from BF16: 6.5 ms
-    truncation of 256 rows of 151,936 logits: 0.25 ms by top-p, 0.45 ms by top-k and top-p
 """
 
 import argparse

@@ -21,10 +21,6 @@ All trainings share SETTINGS, which cost little and leave what is judged as it i
 A training takes 10 GB, so that 13 fit on 141 GB. The reason of one that ends early is printed, and the
 next call begins it again. Files are synced many times a step: a `--runs` folder in memory, of 4 GiB a training, saves
 that time.
-
-Predicted before the first measurement: 3 s a step with 14 trainings on each of two H200s, and an error of exactly 1 in
-FP8. BF16 that was rounded anew is within 1 point of BF16 over all tasks, and up to 3 points away on one. FP8 is as
-far as that.
 """
 
 import argparse

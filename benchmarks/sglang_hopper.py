@@ -10,20 +10,6 @@ the engine was ready (`start`), with DeepGEMM's kernels compiled before, a sync 
 rollout_hopper.py has it for vLLM. Weights are random, prompts are all different, every request generates its full
 length. With --surroundings, FOLDER/exactness-CASE-sglang.json says what of a request's tokens and log-probs depends on
 what is beside it, as vllm_hopper has it for vLLM: a small model, 64 tokens.
-
-Predictions, written before the first measurement, for 256 x (512 + 512) of Qwen3-8B's shape on an H200:
-
-    BF16             11,000 tokens/s, ready in 75 s: SGLang alone gave 10,817 with its second batch
-    FP8 with cache   15,500 tokens/s, ready in 120 s: SGLang alone gave 15,040; one launch makes the codes of Q, K and V
-                     each, where it has two
-    aligned          11,500 tokens/s, ready in 130 s: the same linears; vLLM's two models are as fast as each other
-    sync             0.15 s for 8.2 GB in FP8 and 0.25 s for 16.4 GB in BF16, read-back included: a copy and a read at
-                     3 TB/s, and 300 or 500 views
-    surroundings     aligned and with deterministic inference, all 64 tokens and log-probs are equal in each; by
-                     default they are not beside 255 others, after 1 to 20 tokens
-
-Predicted for the headline cells, 256 x (512 + 3072) and 512 x (512 + 2048), on an H200: BF16 7,300 and 8,000 tokens/s,
-FP8 10,500 and 12,500, aligned 14,500 and 18,000: vLLM's with the ratios of the short cell, and vLLM's own for aligned.
 """
 
 import argparse

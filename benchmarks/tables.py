@@ -177,19 +177,6 @@ def decode_table(rows: Sequence[Row]) -> str:
     return table(header, lines)
 
 
-def fused_table(rows: Sequence[Row]) -> str:
-    """Microseconds of each function under the default recipe, fused and as what it replaces."""
-    forms: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if not row["function"].endswith(" pow2"):
-            forms.setdefault(row["function"].removesuffix(" fp32"), {})[row["form"]] = row
-    lines = []
-    for function, found in forms.items():
-        fused, torch = found["fused"], found["torch"]
-        lines.append([function, f"{fused['microseconds']:,.0f}", f"{torch['microseconds']:,.0f}"])
-    return table(["16,384 tokens of Qwen3-8B", "fused, us", "torch, us"], lines)
-
-
 def support_table(rows: Sequence[Row]) -> str:
     """Milliseconds to find supports, of flat and of steep logits."""
     cells: dict[str, dict[str, Row]] = {}
@@ -214,10 +201,8 @@ def support_table(rows: Sequence[Row]) -> str:
 def _kernel_tables() -> list[str]:
     return [
         quantiser_table(stored("kernels_hopper")),
-        fused_table(stored("fused_hopper")),
         decode_table(stored("attention_hopper")),
         support_table(stored("kernels_hopper")),
-        _table_of("attention_forward", "whole_attention_table"),
     ]
 
 
@@ -320,10 +305,8 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "loop": lambda: [*loop_tables(stored("large_ledger")), alignment_table(_of(stored("small_hopper"), "alignment"))],
     "load": lambda: [_table_of("grpo_8gpu", "step_table")],
     "cluster": lambda: [_table_of("cluster_hopper", "step_table")],
-    "asynchronous": lambda: [_table_of("asynchronous_hopper", "mode_table")],
     "accuracy": lambda: accuracy_tables(stored("real_accuracy")),
     "first_hour": lambda: [first_hour_table(stored("first_hour"))],
-    "learning": lambda: import_module("benchmarks.learning_settings").learning_tables(stored("learning_settings")),
 }
 
 if __name__ == "__main__":
