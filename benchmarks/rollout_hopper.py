@@ -104,7 +104,7 @@ _SHORT = Cell(256, 512, 1024)
 _EVEN = Cell(256, 512, 512, 3)
 _PROMPTS = (Cell(256, 512, 1, 3), Cell(32, 4096, 1, 3))
 # Fewer tokens a step are fewer kernels to compile; prompts take a fiftieth of the time.
-_SPARSE: dict[str, Any] = {"cells": (Cell(256, 128, 1024),), "traced": (256, 640), "batched_tokens": 2048}
+_SPARSE: dict[str, Any] = {"cells": (Cell(256, 128, 1024),), "batched_tokens": 2048}
 _TAILED, _LONG = Cell(256, 512, 3072, tail=True), Cell(64, 1024, 8192)
 ENGINES = {
     "qwen3-8b/bf16/256": Engine("qwen3-8b", "bf16", _headline(3)[:1], traced=(256, 2048)),
@@ -141,7 +141,7 @@ ENGINES = {
     "llama-3.1-8b/fp8_linear_kv/aligned": Engine("llama-3.1-8b", "fp8_linear_kv", (_SHORT,), forward="aligned"),
     "qwen3-30b-a3b/bf16": Engine("qwen3-30b-a3b", "bf16", **_SPARSE, predicted=10_600),
     "qwen3-30b-a3b/fp8_linear_kv/aligned": Engine(
-        "qwen3-30b-a3b", "fp8_linear_kv", **_SPARSE, forward="aligned", predicted=13_800
+        "qwen3-30b-a3b", "fp8_linear_kv", **_SPARSE, forward="aligned", traced=(256, 640), predicted=13_800
     ),
 }
 

@@ -280,8 +280,9 @@ def _weight_gradient_kernel(
     expert = tl.program_id(1)
     every = tl.arange(0, padded)
     each = tl.load(sizes + every, mask=every < tl.num_programs(1), other=0)
-    start = tl.multiple_of(tl.sum(tl.where(every < expert, each, 0), 0), tile)
-    size = tl.multiple_of(tl.sum(tl.where(every == expert, each, 0), 0), tile)
+    # A product with `tile` tells the compiler that rows are aligned: without it, loads are single bytes.
+    start = tl.sum(tl.where(every < expert, each, 0), 0) // tile * tile
+    size = tl.sum(tl.where(every == expert, each, 0), 0) // tile * tile
     if size == 0:
         return
     output = tl.program_id(0) // across * tile + tl.arange(0, tile)
@@ -293,12 +294,18 @@ def _weight_gradient_kernel(
     right_scale = x_scales + (start // tile).to(tl.int64) * x_pitch + column
     inside_left, inside_right = output < outputs, column < inputs
     result = tl.zeros([tile, tile], tl.float32)
-    for group in range(0, size // tile):
+    of_a = tl.load(left_scale, mask=inside_left, other=0.0)
+    of_b = tl.load(right_scale, mask=inside_right, other=0.0)
+    groups = size // tile
+    for group in range(0, groups):
         a = tl.load(left + group * tile, mask=inside_left[:, None], other=0.0)
         b = tl.load(right + group * tile, mask=inside_right[None, :], other=0.0)
-        of_a = tl.load(left_scale + group * grad_pitch, mask=inside_left, other=0.0)
-        of_b = tl.load(right_scale + group * x_pitch, mask=inside_right, other=0.0)
+        # Scales of the next group come while this one is multiplied.
+        after = tl.minimum(group + 1, groups - 1)
+        next_a = tl.load(left_scale + after * grad_pitch, mask=inside_left, other=0.0)
+        next_b = tl.load(right_scale + after * x_pitch, mask=inside_right, other=0.0)
         result += tl.dot(a, b) * (of_a[:, None] * of_b[None, :])
+        of_a, of_b = next_a, next_b
     at = total + (expert.to(tl.int64) * outputs + output[:, None]) * inputs + column[None, :]
     inside = inside_left[:, None] & inside_right[None, :]
     tl.store(at, tl.load(at, mask=inside, other=0.0) + result, mask=inside)

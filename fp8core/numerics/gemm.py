@@ -158,6 +158,7 @@ def _add(product: Tensor, total: Tensor | None) -> Tensor:
     return product if total is None else total.add_(product)
 
 
+@with_kernel("quantise")
 def transpose(weight: Codes) -> Codes:
     """The tiles of W, or of each of several, as those of W^T: nothing is quantised again."""
     codes, scales = weight

@@ -34,10 +34,11 @@ from fp8core.numerics.fused import (
     swiglu_codes,
     swiglu_row_codes,
 )
+from fp8core.numerics.gemm import transpose
 from fp8core.numerics.kv_scales import TALLY, LayerScales, tally
 from fp8core.numerics.logprobs import drawn_tokens, log_softmax, logit_slopes, token_statistics
 from fp8core.numerics.lora import merged_weight
-from fp8core.numerics.recipe import FP32, POW2, RECIPES, AttentionProducts, Recipe
+from fp8core.numerics.recipe import FP32, POW2, RECIPES, TILE, AttentionProducts, Recipe
 from fp8core.numerics.rotary import inverse_frequencies
 from fp8core.numerics.support import truncated
 from fp8core.numerics.truncation import Truncation
@@ -81,6 +82,13 @@ def quantise_cases() -> Iterator[Case]:
             (tile_codes, (recipe.weights,)),
         ):
             yield Case(operation, f"{shape}-{name}", lambda s=shape, g=groups: (drawn(*s, seed=1), *g))
+    for shape in ((37, 200), (3, 130, 70)):
+
+        def weight(shape: tuple[int, ...] = shape) -> tuple[Any, ...]:
+            codes = drawn(*shape, seed=3).to(torch.float8_e4m3fn)
+            return ((codes, torch.rand(*shape[:-2], -(-shape[-2] // TILE), -(-shape[-1] // TILE))),)
+
+        yield Case(transpose, f"{shape}", weight)
     # The smallest scales are normal numbers, values may be subnormal.
     for recipe, exponent in product((POW2, FP32), (-40, -70, -100, -118, -124)):
 

@@ -68,6 +68,9 @@ def required_environment(contract: PrecisionContract, options: VllmConfig, build
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_USE_BREAKABLE_CUDAGRAPH": str(int(captures_prompts(options))),
         }
+        if options.model == "aligned":
+            # Its sampler draws by seed and position. vLLM takes the older runner for experts, whose generators do not.
+            variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return variables
 
 
