@@ -6,12 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
-import httpx
 import pytest
 from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
-from prefect.states import Completed
 
 from flows.training_pages import TrainingPages
 
@@ -41,37 +39,6 @@ def in_a_flow(body: Callable[[], None]) -> UUID:
         return UUID(runtime.flow_run.id)
 
     return alone()
-
-
-def test_a_training_goes_on_without_its_server_and_its_pages_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    run: Any = Run()
-
-    def training() -> None:
-        with TrainingPages(run) as pages:
-            for index in range(1, 6):
-                if index == 2:
-                    client = pages._client
-                    monkeypatch.setattr(pages, "_client", Away())
-                if index == 4:
-                    monkeypatch.setattr(pages, "_client", client)
-                    monkeypatch.setattr(pages, "_next_attempt", 1.0)
-                pages.begin_step(index, [])
-                pages.end_step(Completed())
-                pages._ask(lambda: None).result()
-
-    in_a_flow(training)
-    assert run.steps() == [(f"step {index}", "COMPLETED") for index in (1, 2, 4, 5)]
-    assert run.notes == ["Prefect: step 3 has no page of its own: refused"]
-
-
-class Away:
-    """A client whose server does not answer."""
-
-    def __getattr__(self, name: str) -> Any:
-        def request(*arguments: Any, **options: Any) -> Any:
-            raise httpx.ConnectError("refused")
-
-        return request
 
 
 def test_steps_of_a_failed_a_killed_and_a_stopped_training_do_not_stay_running() -> None:

@@ -2,8 +2,6 @@
 
 import pytest
 
-from fp8core.config.load import load_config
-
 
 @pytest.fixture(scope="module")
 def filtered(loop_run, small):
@@ -35,11 +33,3 @@ def test_the_run_is_replayed_and_goes_on_equal(filtered, tmp_path):
     run.cut_after(3, "train")
     run.resume()
     assert run.records == filtered.records
-
-
-@pytest.mark.parametrize(("shipped", "learnt"), [("tiny", None), ("dapo", "filtered"), ("careful", "filtered")])
-@pytest.mark.parametrize("source", ["pass", "training"])
-def test_a_record_reads_other_rewards_only_where_the_update_does(shipped, learnt, source):
-    config = load_config(shipped, {"pipeline.mode": "asynchronous", "logprobs.source": source})
-    (step,) = (step for step in config.pipeline.steps if step.name == "record")
-    assert (step.inputs()["rewards"], step.inputs().get("update_rewards")) == ("rewards", learnt)

@@ -128,18 +128,3 @@ def test_tokens_of_tools_stay_out_of_the_loss(with_tool_output):
     batch = rollout_batch(rollouts, rewards, logprobs, {}, load_config("tiny"))
     assert batch.policy_mask.tolist() == [[True, False, False, True], [True, True, False, False]]
     assert batch.sequences.response_mask.sum() == 6, "they stay in the context"
-
-
-def test_the_reference_is_the_first_policy_at_the_temperature_of_the_rollout(loop_run):
-    step = {"name": "reference", "uses": "tasks.reference:reference", "needs": ["rollouts", "scales"]}
-    run = loop_run(
-        "referred",
-        **{"rollout.temperature": 0.7, "loss.entropy": 1.0, "training.warmup_steps": 0, "steps": 2},
-        pipeline={"insert": [{"after": "rollout", "step": step}]},
-    )
-    scores = [
-        [run.store.get_table(run.ledger.artifacts(index)[name])["logprobs"] for name in ("logprobs", "reference")]
-        for index in (1, 2)
-    ]
-    assert scores[0][0] == scores[0][1], "before the first update both are one policy"
-    assert scores[1][0] != scores[1][1]

@@ -1,4 +1,4 @@
-"""Episodes that are played beside the update, whole or over several policies: durable, and equal when replayed."""
+"""Episodes, also beside the update, whole or over several policies: exact, durable, and equal when replayed."""
 
 import signal
 
@@ -14,18 +14,21 @@ def settings(digits):
     return {
         "environment": {"name": f"{digits}:Digits", "max_turns": 12, "turn_tokens": 3},
         **{"rollout.max_new_tokens": 28, "rollout.group_size": 4, "rollout.prompts_per_step": 2, "steps": 3},
-        "pipeline.verified_share": 1.0,
     }
 
 
+AHEAD = {"pipeline.verified_share": 1.0}
 MODES = {
-    "one_step_off": {"pipeline.mode": "one_step_off"},
+    "synchronous": {},
+    "one_step_off": AHEAD | {"pipeline.mode": "one_step_off"},
     # Some updates land within a turn, and some episodes are over beside them.
-    "asynchronous": {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 12, "pipeline.chunk_tokens": 2},
+    "asynchronous": AHEAD | {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 12, "pipeline.chunk_tokens": 2},
 }
 
 
-@pytest.fixture(scope="module", params=["asynchronous", pytest.param("one_step_off", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["synchronous", "asynchronous", pytest.param("one_step_off", marks=pytest.mark.slow)]
+)
 def mode(request):
     return request.param
 
@@ -48,16 +51,20 @@ def test_the_log_prob_of_each_token_is_that_of_the_policy_that_wrote_it(ahead, m
         assert metrics["alignment/tokens_differing"] == 0
         assert metrics["alignment/token_mult_prob_error"] == 1
         assert metrics["alignment/tokens_differing_turn_2_3"] == 0
+        assert metrics["train/mask_differing"] == 0
         assert metrics["environment/turns"] > 2
+        assert any(not all(row["written"]) for row in rollouts)
+        assert metrics["train/tokens"] == sum(sum(row["written"]) for row in rollouts)
+        if mode == "synchronous":
+            continue
         spans += [{*row["versions"]} for row in rollouts]
         assert {version for row in rollouts for version in row["versions"]} <= {max(0, step - 2), step - 1}
         if mode == "one_step_off":
             assert metrics["rollout/prompts_waiting"] == len({row["group"] for row in rollouts})
             assert {version for row in rollouts for version in row["versions"]} == {max(0, step - 2)}
-        assert any(not all(row["written"]) for row in rollouts)
-        assert metrics["train/tokens"] == sum(sum(row["written"]) for row in rollouts)
-    staleness = artifact(ahead, 2, "metrics")["rollout/staleness_mean"]
-    assert staleness == 1 if mode == "one_step_off" else 0 < staleness < 1
+    if mode != "synchronous":
+        staleness = artifact(ahead, 2, "metrics")["rollout/staleness_mean"]
+        assert staleness == 1 if mode == "one_step_off" else 0 < staleness < 1
     assert any(len(versions) > 1 for versions in spans) == (mode == "asynchronous")
     assert [found for found in verify(RunView.read(ahead.folder)) if found.severity != "note"] == []
 

@@ -4,62 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8core.config.precision import PrecisionContract
 from fp8core.models.checkpoint import find_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.weights import load_policy, reference_formats, rollout_formats, stored_weights
-from fp8core.numerics.kv_scales import LayerScales
+from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.logprobs import token_logprobs
-from fp8core.numerics.recipe import RECIPES
 from fp8core.rl.batch import TokenBatch
-
-SCALES = [LayerScales(q=2**-6, k=2**-6, v=2**-5)] * 2
-CONTRACTS = {name: PrecisionContract(scale_rule=name) for name in RECIPES}
-
-
-@pytest.fixture
-def hidden_of(architecture, masters_of):
-    """(contract, tokens, valid) to hidden states of one random policy."""
-    arch = architecture()
-
-    def hidden(contract: PrecisionContract, tokens: Tensor, valid: Tensor, observe=None) -> Tensor:
-        decoder = Decoder(arch, rollout_formats(contract, 2))
-        stored = stored_weights(masters_of(arch), decoder.formats.stored_names(), contract.recipe.weights)
-        positions = (valid.cumsum(1) - 1).clamp(min=0)
-        return decoder.hidden(load_policy(arch, stored), tokens, positions, FullContext.of(valid), SCALES, observe)
-
-    return hidden
-
-
-def random_tokens(*shape, seed=0):
-    return torch.randint(40, shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("contract", CONTRACTS)
-def test_later_tokens_and_other_rows_change_nothing(hidden_of, contract):
-    tokens, valid = random_tokens(3, 9), torch.ones(3, 9, dtype=torch.bool)
-    whole = hidden_of(CONTRACTS[contract], tokens, valid)
-    changed = tokens.clone()
-    changed[:, 6:], changed[1] = random_tokens(3, 3, seed=1), random_tokens(9, seed=2)
-    after = hidden_of(CONTRACTS[contract], changed, valid)
-    assert torch.equal(whole[[0, 2], :6], after[[0, 2], :6])
-    assert not torch.equal(whole[[0, 2], 6:], after[[0, 2], 6:])
-    assert torch.equal(hidden_of(CONTRACTS[contract], tokens[:1, :4], valid[:1, :4]), whole[:1, :4])
-
-
-@pytest.mark.parametrize("contract", CONTRACTS)
-def test_padding_on_either_side_changes_nothing(hidden_of, contract):
-    tokens = random_tokens(2, 7)
-    whole = hidden_of(CONTRACTS[contract], tokens, torch.ones(2, 7, dtype=torch.bool))
-    filler, padding = random_tokens(2, 5, seed=3), torch.zeros(2, 5, dtype=torch.bool)
-    left = hidden_of(
-        CONTRACTS[contract], torch.cat([filler, tokens], 1), torch.cat([padding, ~padding, ~padding[:, :2]], 1)
-    )
-    right = hidden_of(
-        CONTRACTS[contract], torch.cat([tokens, filler], 1), torch.cat([~padding, ~padding[:, :2], padding], 1)
-    )
-    assert torch.equal(left[:, 5:], whole)
-    assert torch.equal(right[:, :7], whole)
 
 
 def test_gradients_equal_those_of_transformers(transformers_checkpoint):

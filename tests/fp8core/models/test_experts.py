@@ -5,8 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8core.config.precision import PrecisionContract
-from fp8core.models.architecture import Experts
 from fp8core.models.experts import (
     ExpertWeights,
     MlpFormats,
@@ -26,8 +24,6 @@ from fp8core.numerics.elementwise import FUSED, KERNELS, NATIVE, NOWHERE, STEPWI
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp32Linear, StoredWeight, load_weight
 from fp8core.numerics.logprobs import load_head
 from fp8core.numerics.recipe import FP32, POW2
-from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
-from fp8core.rollout.engine import Sampling
 
 FORMATS = {
     "fp8": MlpFormats(Fp8BlockLinear(POW2), round_to_bf16, STEPWISE),
@@ -35,7 +31,6 @@ FORMATS = {
     "bf16": MlpFormats(Bf16Linear(), round_to_bf16, STEPWISE),
 }
 HIDDEN, WIDTH, COUNT = 144, 72, 5
-STOP = frozenset({1, 7, 11})
 
 
 def normal(*shape, seed, spread=1.0):
@@ -161,11 +156,6 @@ def test_gradients_reach_the_router_through_the_gates_of_a_replayed_choice():
         assert theirs.norm() > 0
 
 
-def moe(**changes):
-    shape = {"count": 4, "per_token": 2, "intermediate_size": 48, "normalise_top_k": True, "sparse_step": 1}
-    return Experts(**{**shape, "dense_layers": (), **changes})
-
-
 def test_a_replay_leaves_unrecorded_positions_to_the_router():
     logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     replay = ReplayedRouting(torch.tensor([[[[1, 2]], [[-1, -1]]]]))
@@ -174,66 +164,3 @@ def test_a_replay_leaves_unrecorded_positions_to_the_router():
         replay.choose(0, logits, 3)
     with pytest.raises(AssertionError, match="does not exist"):
         replay.choose(0, logits[:, :2], 2)
-
-
-@pytest.fixture
-def rolled_out(architecture, pair_of, ragged_prompts, groups_of):
-    """Experts and batch size to a pair, its completions with their experts, and the prompt of each."""
-
-    def rollout(experts, max_batch=7):
-        pair = pair_of(PrecisionContract(), architecture(family="qwen3_moe", num_layers=3, experts=experts), max_batch)
-        groups = groups_of(ragged_prompts(4, 40), 3)
-        found = pair.generate(groups, Sampling(1.0, 6, STOP, report_experts=True))
-        return pair, found, [list(groups[completion.group].prompt) for completion in found]
-
-    return rollout
-
-
-@pytest.fixture
-def with_other_routers(trainer_of):
-    """A pair to the same with a trainer whose routers choose what they chose last."""
-
-    def turned(pair):
-        masters = {name: weight.detach() for name, weight in pair.trainer.masters.items()}
-        masters |= {name: -weight for name, weight in masters.items() if name.endswith(".mlp.gate.weight")}
-        return replace(pair, trainer=trainer_of(PrecisionContract(), pair.arch, masters=masters))
-
-    return turned
-
-
-def sequences(found, prompts, replay):
-    experts = [completion.experts for completion in found] if replay else None
-    return TokenBatch.of(prompts, [completion.tokens for completion in found], experts)
-
-
-def scores(pair, found, prompts, replay):
-    batch = sequences(found, prompts, replay)
-    return pair.trainer.logprobs(batch, 1.0, pair.scales.layers).logprobs
-
-
-def test_replay_of_the_same_choice_changes_nothing(rolled_out):
-    """Log-probs, and a whole update, to the last bit: padding and last tokens route as they do without replay."""
-    digests = set()
-    for replay in (True, False):
-        pair, found, prompts = rolled_out(moe(normalise_top_k=False))
-        old = scores(pair, found, prompts, replay)
-        tokens = [completion.tokens for completion in found]
-        rollout = pad([completion.logprobs for completion in found], torch.float32, 0.0)
-        mask, everything = length_mask(tokens), torch.ones(len(found), dtype=torch.bool)
-        assert torch.equal(old[mask], rollout[mask])
-        advantages = torch.tensor([float(len(row)) for row in tokens]) - 3
-        batch = RolloutBatch(
-            sequences(found, prompts, replay), mask, rollout, old.nan_to_num(), None, advantages, everything
-        )
-        digests.add(pair.trainer.step(batch, 1.0, pair.scales.layers).digest)
-    assert len(digests) == 1
-
-
-def test_replay_forces_the_rollouts_choice_on_another_router(rolled_out, with_other_routers):
-    """With one expert a token its weight is 1, so routers differ in their choice alone: replay makes them equal."""
-    pair, found, prompts = rolled_out(moe(per_token=1))
-    pair = with_other_routers(pair)
-    mask = length_mask([completion.tokens for completion in found])
-    rollout = pad([completion.logprobs for completion in found], torch.float32, 0.0)
-    assert not torch.equal(scores(pair, found, prompts, replay=False)[mask], rollout[mask])
-    assert torch.equal(scores(pair, found, prompts, replay=True)[mask], rollout[mask])

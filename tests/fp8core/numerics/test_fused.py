@@ -37,45 +37,7 @@ def test_the_norm_reads_the_rounded_sum_as_the_decoder_does(adds: bool) -> None:
     assert torch.allclose(inverse.double() * rms, torch.ones(()).double(), rtol=1e-7)
 
 
-@pytest.mark.parametrize("sends", [True, False])
-def test_gradients_of_the_norm_are_those_of_float64(sends: bool) -> None:
-    x, added, weight = inputs()
-    grad_normed = randn(*x.shape, seed=4)
-    grad_total = randn(*x.shape, seed=5) if sends else None
-    total, _normed, inverse = fused.add_norm(x, added, weight, EPS)
-    grad, grad_weight = fused.add_norm_backward(grad_normed, grad_total, total, weight, inverse)
-
-    leaf, factors = total.double().requires_grad_(), weight.double().requires_grad_()
-    out = leaf * torch.rsqrt(leaf.square().mean(-1, keepdim=True) + EPS) * factors
-    upstream = [grad_normed.double(), torch.zeros(()) if grad_total is None else grad_total.double()]
-    expected, of_weight = torch.autograd.grad([out, leaf], [leaf, factors], [upstream[0], upstream[1].expand_as(leaf)])
-    # BF16 has eight bits: half a unit of the last is 2^-9 of an element, and little is left of what cancels.
-    assert torch.allclose(grad.double(), expected.double(), rtol=2**-8, atol=1e-6)
-    assert torch.allclose(grad_weight.double(), of_weight.double(), rtol=1e-5, atol=1e-5)
-    assert (grad.dtype, grad_weight.dtype) == (torch.bfloat16, torch.float32)
-
-
 # SwiGLU
-
-TOKENS, COLUMNS = 37, 200
-
-
-def projections() -> tuple[Tensor, Tensor]:
-    """A gradient and the fused projection."""
-    return randn(TOKENS, COLUMNS, seed=1), randn(TOKENS, 2 * COLUMNS, seed=2)
-
-
-def test_gradients_of_swiglu_are_those_of_float64() -> None:
-    grad, gate_up = projections()
-    leaf = gate_up.double().requires_grad_()
-    gate, up = leaf.chunk(2, dim=-1)
-    silu = torch.nn.functional.silu(gate)
-    # The gradient passes through the rounding of silu(gate), whose rounded value multiplies that of `up`.
-    (expected,) = torch.autograd.grad((silu + (silu.bfloat16() - silu).detach()) * up, leaf, grad.double())
-    found = fused.swiglu_backward(grad, gate_up)
-    assert found.dtype == torch.bfloat16
-    assert torch.allclose(found.double(), expected, rtol=2**-8, atol=1e-5)
-
 
 PACKED, POSITIONS = 19, 64
 LAYOUT = fused.HeadLayout(query_heads=6, kv_heads=2, head_dim=32)
@@ -113,33 +75,6 @@ def test_q_and_k_are_those_of_the_decoder_and_v_is_itself(normed: bool) -> None:
             heads = rms_norm(heads, weight, EPS, round_to_bf16, KERNELS.normalised)
         expected = rotate(heads, cos[positions][None, None], sin[positions][None, None], round_to_bf16)
         assert torch.equal(found.float(), expected.transpose(1, 2).reshape(PACKED, -1))
-
-
-@pytest.mark.parametrize("normed", [True, False])
-def test_gradients_of_rotated_heads_are_those_of_float64(normed: bool) -> None:
-    qkv, (cos, sin, positions), grad = qkv_of(1), tables(), qkv_of(4)
-    weights = norms() if normed else None
-    found = fused.norm_rotate_backward(grad, qkv, weights, cos, sin, positions, LAYOUT, EPS)
-
-    leaf = qkv.double().requires_grad_()
-    wide = [weight.double().requires_grad_() for weight in weights or ()]
-    heads = leaf.view(PACKED, -1, LAYOUT.head_dim)
-    rotated = heads[:, : -LAYOUT.kv_heads]
-    if normed:
-        factors = torch.cat([wide[0].expand(LAYOUT.query_heads, -1), wide[1].expand(LAYOUT.kv_heads, -1)])
-        rotated = rotated * torch.rsqrt(rotated.square().mean(-1, keepdim=True) + EPS) * factors
-    turn = torch.complex(cos.double(), sin.double())[positions][:, None]
-    turned = torch.complex(*rotated.chunk(2, dim=-1)) * turn
-    out = torch.cat((torch.cat((turned.real, turned.imag), dim=-1), heads[:, -LAYOUT.kv_heads :]), dim=1).flatten(1)
-    expected = torch.autograd.grad(out, [leaf, *wide], grad.double())
-    assert found[0].dtype == torch.bfloat16
-    assert torch.allclose(found[0].double(), expected[0], rtol=2**-8, atol=1e-5)
-    if not normed:
-        assert found[1:] == (None, None)
-        return
-    for of_norm, wide_gradient in zip(found[1:], expected[1:], strict=True):
-        assert of_norm.dtype == torch.float32
-        assert torch.allclose(of_norm.double(), wide_gradient, rtol=1e-5, atol=1e-5)
 
 
 SMALL = fused.HeadLayout(query_heads=4, kv_heads=2, head_dim=16)

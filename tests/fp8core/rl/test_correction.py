@@ -211,17 +211,3 @@ def test_metrics_count_what_happened():
             "catastrophic_token_fraction": 1 / 9,
         }
     )
-
-
-def test_the_denominator_counts_what_was_kept_or_everything():
-    old, rollout, mask = batch(5, spread=0.1)
-    filters = [FilterConfig(name="seq_mean_k1", low=0.97, high=1.03)]
-    kept, everything = (
-        correct(rule_of("token", "truncate", filters, denominator=denominator), old, rollout, mask)
-        for denominator in ("kept", "all")
-    )
-    assert kept.weights.equal(everything.weights)
-    assert kept.accepted_mask.equal(everything.accepted_mask)
-    assert kept.loss_mask.equal(kept.accepted_mask)
-    assert everything.loss_mask.equal(mask)
-    assert 0 < int(kept.loss_mask.sum()) < int(mask.sum())

@@ -138,15 +138,6 @@ def test_what_is_masked_or_dropped_may_hold_anything():
         assert not gradient_again[hidden].any()
 
 
-def test_without_weight_the_penalty_is_reported_and_not_learnt():
-    batch, current = random_batch(seed=7)
-    terms = objective("none", 0.0)(current, batch, counts(batch))
-    assert terms.statistics()["reference_kl"] > 0
-    (with_reference,) = torch.autograd.grad(terms.loss, current)
-    without = objective("none", 0.0)(current, replace(batch, reference_logprobs=None), counts(batch))
-    assert torch.equal(with_reference, torch.autograd.grad(without.loss, current)[0])
-
-
 @pytest.mark.parametrize("settings", [*({"aggregation": name} for name in AGGREGATIONS), {"length_normaliser": 64}])
 def test_the_reported_divergence_is_a_token_mean_whatever_the_aggregation(settings):
     """The loss has the penalty by its aggregation."""

@@ -19,7 +19,7 @@ INSERTED = {"pipeline.insert": [{"after": "rollout", "step": STEP}]}
 FOLLOWING = {
     **INSERTED,
     **{"loss.reference_kl": 0.1, "loss.reference.every": 2, "steps": 5, "training.learning_rate": 0.01},
-    **{"warm_start.steps": 20, "checkpoint.every": 1, "checkpoint.keep": 10},
+    **{"rollout.temperature": 0.7, "warm_start.steps": 20, "checkpoint.every": 1, "checkpoint.keep": 10},
 }
 LORA = {"rank": 2, "alpha": 5.0, "targets": ["q_proj", "o_proj"]}
 KINDS = {
