@@ -51,7 +51,7 @@ SHAPES = {
 SOURCES = ("pass", "rollout")
 MODES = ("synchronous", "one_step_off", "asynchronous")
 IN_TURN = "in_turn"
-PARTS = ("rollout", "logprobs", "train", "ahead", "sync", "wall")
+PARTS = ("rollout", "logprobs", "train", "wall")
 _TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_heads": 2, "num_kv_heads": 1}
 _CASE = ("model", "precision", "layers", "gpus", "engines", "mode", "staleness", "logprobs")
 # The first step compiles.

@@ -84,31 +84,13 @@ def _shape(row: Row) -> str:
     return f"{MODELS[row['model']]}, {row['requests']} x ({row['prompt']} + {lengths})"
 
 
-def exactness_table(modes: dict[str, Sequence[Row]]) -> str:
-    """Number of a probe's 64 log-probs that equal those of the probe alone, in the modes measured."""
-    found = [_of(rows, "exactness") for rows in modes.values()]
-    lines = [
-        [rows[-1]["surroundings"], *(str(row["equal_logprobs"]) for row in rows)] for rows in zip(*found, strict=True)
-    ]
-    return table(["the probe", *modes], lines)
-
-
 def _rollout_tables() -> list[str]:
-    sglang = stored("sglang_exactness")
-    modes = {f"vLLM{mode}": stored(f"vllm_hopper/exactness{name}") for mode, name in _MODES.items()}
-    for mode, case in _SGLANG_MODES.items():
-        modes[f"SGLang{mode}"] = [row for row in sglang if (row["case"], row["batch_invariant"]) == case]
     rollouts = stored("rollout_hopper")
     return [
         rollout_table(rollouts),
         _table_of("rollout_hopper", "prompt_table", _of(rollouts, "prompts")),
         _table_of("sglang_hopper", "sglang_table"),
-        exactness_table(modes),
     ]
-
-
-_MODES = {"": "", ", batch-invariant": "_invariant", ", aligned": "_aligned"}
-_SGLANG_MODES = {"": ("fp8_linear_kv", False), ", batch-invariant": ("fp8_linear_kv", True)}
 
 
 # Training
@@ -223,8 +205,8 @@ def alignment_table(rows: Sequence[Row]) -> str:
     for name, same in _by_name(rows):
         learned = f"{_mean(same, 'heldout_first'):.3f} -> {_mean(same, 'heldout_last'):.3f}"
         error, k3 = f"{max(row['tmpe_max'] for row in same):.5f}", f"{_mean(same, 'k3_kl'):.1e}"
-        lines.append([name, error, k3, learned, f"{same[0]['steps']}"])
-    return table(["variant", "error, largest", "k3", "held-out", "steps"], lines)
+        lines.append([name, error, k3, learned])
+    return table(["variant", "error, largest", "k3", "held-out"], lines)
 
 
 def ledger_table(rows: Sequence[Row]) -> str:
@@ -289,14 +271,6 @@ def _table_of(script: str, printer: str, rows: Sequence[Row] | None = None) -> s
     return found
 
 
-def first_hour_table(rows: Sequence[Row]) -> str:
-    """The commands of a new user, in order."""
-    return table(
-        ["typed", "seconds", "what came"],
-        [(f"`{row['command_line']}`", f"{row['seconds']:.0f}", row["line"]) for row in rows],
-    )
-
-
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "rollout": _rollout_tables,
     "episodes": lambda: [_table_of("episodes_hopper", "episode_table")],
@@ -306,7 +280,6 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "load": lambda: [_table_of("grpo_8gpu", "step_table")],
     "cluster": lambda: [_table_of("cluster_hopper", "step_table")],
     "accuracy": lambda: accuracy_tables(stored("real_accuracy")),
-    "first_hour": lambda: [first_hour_table(stored("first_hour"))],
 }
 
 if __name__ == "__main__":

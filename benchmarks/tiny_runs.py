@@ -6,8 +6,8 @@
 `tiny-tools` learns to hand its arithmetic to a calculator. Predicted before its first row here: at most 240 s, held-out
 accuracy from at most 0.5 to at least 0.95, error exactly 1.
 
-Writes benchmarks/results/tiny_runs.json (summaries, commit, versions, machine) and prints the table of
-docs/results/tiny.md. Run it on an idle machine; it takes some ten minutes on two cores.
+Writes benchmarks/results/tiny_runs.json (summaries, commit, versions, machine) and prints a table. Run it on an idle
+machine; it takes some ten minutes on two cores.
 """
 
 import argparse

@@ -29,7 +29,7 @@ from fp8core.metric import Metric
 from fp8core.metrics.registry import GROUPS
 from fp8core.rl.correction import PRESETS
 from fp8core.store.ledger import Entry
-from fp8core.store.manifest import StepManifest, StepObservations, StepRecord
+from fp8core.store.manifest import StepManifest, StepRecord
 from fp8core.store.run_directory import RunDescription
 
 DOCS = Path(__file__).resolve().parent
@@ -44,7 +44,7 @@ _CONFIG = """# Configuration
 
 A configuration file lists differences from its `base`. `--set key=value` is the last layer, with the keys below joined
 by points. `fp8-grpo config CONFIG` prints every value with its place.
-Of choices the default is bold; a setting with `null` is null by default.
+Of choices the default is bold; a setting with `?` is null by default.
 
 Files and values of `--set` are YAML 1.2: `on` and `010` are texts. Quote a text that looks like a number, begins with
 `{` or has ` #` or `: ` in it. Numbers are decimal: `80`, `1_000`, `1e-4`.
@@ -63,7 +63,6 @@ _CLI = """# Command line
 _VERSION = StepManifest.model_fields["schema_version"].default
 _MANIFEST_MODELS: dict[str, type[BaseModel]] = {
     "record": StepRecord,
-    "observed": StepObservations,
     "run": RunDescription,
 }
 _NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null"}
@@ -160,7 +159,8 @@ def _setting(key: str, value: Schema, required: bool) -> str:
     elif isinstance(default, int | float | str):
         about = shown
     else:
-        about = words + (", required" if required else "" if default in (None, [], {}) else f", {shown}")
+        end = ", required" if required else "" if default in (None, [], {}) else f", {shown}"
+        about = words.replace(", `null`", "?") + end
     return f"- `{key}` ({about}): {value.get('description', '').replace(chr(10), ' ')}"
 
 
@@ -239,7 +239,7 @@ def _about(metric: Metric) -> Iterator[str]:
     if metric.headline:
         yield f"`{CORE}{metric.headline}`"
     if metric.better:
-        yield f"{metric.better} is better"
+        yield {"higher": "↑", "lower": "↓"}[metric.better]
     if metric.ideal is not None:
         yield f"ideal {metric.ideal:g}"
 

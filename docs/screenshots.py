@@ -123,8 +123,6 @@ def report_pictures(runs: list[Path], out: Path) -> None:
     views: dict[str, tuple[list[Path], int, int, Literal["light", "dark"]]] = {
         "report": (runs[:2], 1400, 1825, "light"),
         "report-dark": (runs[2:], 1400, 650, "dark"),
-        "report-400": (runs[:2], 400, 945, "light"),
-        "report-400-dark": (runs[2:], 400, 945, "dark"),
     }
     with tempfile.TemporaryDirectory() as scratch, browser() as page:
         for name, (folders, width, height, colours) in views.items():

@@ -39,8 +39,3 @@ def test_the_settings_of_a_judge_and_of_a_reward_model_are_read() -> None:
     assert load_config("tiny", of_model).reward.verifier == "reward_model"
     assert {*PLACEHOLDER.findall(judge.template)} == {"question", "answer", "completion"}
     assert (judge.least_right, judge.key_variable) == (8, "JUDGE_KEY")
-
-
-def test_limits_and_defaults_are_those_of_the_configuration() -> None:
-    for name in ("timeout_seconds", "memory_mb", "workers"):
-        assert f"| `reward.{name}` | {RewardConfig.model_fields[name].default:g} |" in PAGE
