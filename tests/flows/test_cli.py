@@ -45,17 +45,6 @@ def flags(*settings: str) -> list[str]:
     return [flag for setting in settings for flag in ("--set", setting)]
 
 
-def test_config_names_the_origin_of_every_value(capsys, workplace):
-    assert cli.main(["config", str(workplace / "small.yaml"), *flags("training.learning_rate=2e-4")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    origin = r"default|default of the exact contract: .+|--set|\S+:\d+"
-    assert all(re.fullmatch(rf"[\w.]+ = .+  # ({origin})", line) for line in lines)
-    assert "training.learning_rate = 0.0002  # --set" in lines
-    assert f"warm_start.steps = 3  # {workplace / 'small.yaml'}:3" in lines
-    resolved = "engine and trainer compute the same operations in equal formats"
-    assert f"alignment.stop.tokens_differing = 0  # default of the exact contract: {resolved}" in lines
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packed_trainer import packed
 from torch import Tensor
 
 from fp8core.config.loss import LossConfig
@@ -22,6 +23,7 @@ from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
 from fp8core.training.exact import ExactTrainer
+from fp8core.training.packed.trainer import PackedTrainer
 
 # No dimension is a multiple of 128, and heads * head_dim is not hidden_size.
 _SHAPE: dict[str, Any] = {
@@ -163,6 +165,16 @@ def masters_of() -> Callable[..., dict[str, Tensor]]:
 def trainer_of() -> Callable[..., ExactTrainer]:
     """(contract, architecture) to a trainer; equal arguments give equal trainers."""
     return _trainer
+
+
+@pytest.fixture(scope="session")
+def packed_of() -> Callable[..., PackedTrainer]:
+    """(contract, architecture, training, objective, masters) to a packed trainer, as `trainer_of`."""
+
+    def trainer(contract: PrecisionContract, arch: Architecture, *given: Any, masters: Any = None) -> PackedTrainer:
+        return packed(_masters(arch) if masters is None else masters, contract, arch, *given)
+
+    return trainer
 
 
 @pytest.fixture(scope="session")

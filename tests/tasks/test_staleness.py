@@ -74,30 +74,70 @@ def test_metrics_by_age_are_those_of_the_files(lagging):
     assert seen == {"_age_0", "_age_1", "_age_2"}
 
 
+def advantages(run, step):
+    """GRPO's, by row."""
+    rewards = run.store.get_table(run.ledger.artifacts(step)["rewards"]).to_pylist()
+    groups = defaultdict(list)
+    for row in rewards:
+        groups[row["group"]].append(row["reward"])
+    found = {}
+    for row in rewards:
+        values = groups[row["group"]]
+        spread = pstdev(values) * math.sqrt(len(values) / (len(values) - 1))
+        found[row["group"], row["sample"]] = (row["reward"] - fmean(values)) / (spread + 1e-4)
+    return found
+
+
 def test_the_loss_weighs_a_token_by_the_policy_that_wrote_it(lagging):
     """Decoupled PPO with one update: old is the policy before the update, so the clipped ratio is 1."""
     run = lagging
     learnt = 0
     for step in range(1, 5):
-        metrics = stored_metrics(run.ledger, run.store, step)
-        rewards = run.store.get_table(run.ledger.artifacts(step)["rewards"]).to_pylist()
-        groups = defaultdict(list)
-        for row in rewards:
-            groups[row["group"]].append(row["reward"])
-        mean = {group: fmean(values) for group, values in groups.items()}
-        spread = {
-            group: pstdev(values) * math.sqrt(len(values) / (len(values) - 1)) for group, values in groups.items()
-        }
-        advantage = {
-            (row["group"], row["sample"]): (row["reward"] - mean[row["group"]]) / (spread[row["group"]] + 1e-4)
-            for row in rewards
-        }
+        metrics, advantage = stored_metrics(run.ledger, run.store, step), advantages(run, step)
         kept = [(advantage[token["row"]], min(math.exp(token["d"]), 2.0)) for token in tokens(run, step)]
         assert metrics["train/tokens"] == len(kept)
         assert metrics["train/weight_mean"] == pytest.approx(fmean(weight for _, weight in kept), rel=1e-6)
         assert metrics["train/loss"] == pytest.approx(-sum(a * weight for a, weight in kept) / len(kept), abs=1e-5)
         learnt += any(a and token["age"] for (a, _), token in zip(kept, tokens(run, step), strict=True))
     assert learnt, "a step learns from tokens of an older policy"
+
+
+# The log-probs of the versions that wrote the tokens are the old ones.
+AS_OLD = {"pipeline.verified_share": 1.0, "logprobs.source": "rollout", "correction.method": "none"}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one pass", "two passes"])
+def sampled(request, loop_run):
+    return loop_run("sampled", **SETTINGS | AS_OLD, **{"training.epochs": request.param})
+
+
+def test_the_clip_sees_the_age_of_a_token(sampled):
+    """The ratio of a token is over the version that wrote it, without a weight. Means of one pass are by a loop."""
+    moved = 0
+    for step in range(1, 5):
+        metrics, advantage = stored_metrics(sampled.ledger, sampled.store, step), advantages(sampled, step)
+        found = [(advantage[token["row"]], math.exp(token["d"])) for token in tokens(sampled, step)]
+        ratios = [ratio for _, ratio in found]
+        assert metrics["train/first_ratio_deviation"] == pytest.approx(max(abs(r - 1) for r in ratios), rel=1e-6)
+        assert metrics["train/weight_mean"] == 1
+        assert metrics["alignment/tokens_differing"] == 0
+        moved += metrics["train/first_ratio_deviation"] > 0.01
+        if "train/last_ratio_deviation" not in metrics:
+            losses = [-min(r * a, min(max(r, 1 - LOW), 1 + HIGH) * a) for a, r in found]
+            assert metrics["train/loss"] == pytest.approx(fmean(losses), abs=1e-5)
+            assert metrics["train/ratio_mean"] == pytest.approx(fmean(ratios), rel=1e-6)
+            assert metrics["correction/sampling_importance_ratio"] == pytest.approx(fmean(ratios), rel=1e-6)
+    assert moved, "a step learns from tokens of an older policy"
+
+
+def test_a_run_that_was_cut_and_a_replay_are_equal(sampled, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = sampled.copy(tmp_path)
+    run.cut_after(3, "train")
+    run.resume()
+    assert run.records == sampled.records
+    assert set(sampled.metric("alignment/token_mult_prob_error").values()) == {1}
+    assert [verdict.outcome for verdict in run.replayed([3])] == ["equal"]
 
 
 UNCORRECTED = {"pipeline.mode": "one_step_off", "correction.method": "none"}

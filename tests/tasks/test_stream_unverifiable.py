@@ -22,41 +22,22 @@ SETTINGS = {
     "precision.scale_rule": "pow2",
 }
 LINEARS = {"precision.rollout.linear": "fp8_block", "precision.training.linear": "bf16"}
-PACKED = {"training.packed": True, "precision.rounding_points": "kernels"}
 
 
 @pytest.fixture(scope="module")
 def mixed(loop_run):
-    """A run that samples in FP8 and trains in BF16, with updates in flight; for reading only."""
-    return loop_run("mixed", **SETTINGS | LINEARS)
+    """A run that samples in FP8 and trains in BF16, packed, with updates in flight; for reading only."""
+    packed = {"training.packed": True, "precision.rounding_points": "kernels"}
+    return loop_run("mixed", **SETTINGS | LINEARS | packed, **{"training.learning_rate": 0.01})
 
 
 def tables(run, step, *names):
     return [run.store.get_table(run.ledger.artifacts(step)[name]).to_pylist() for name in names]
 
 
-def assert_said(run):
-    differing, ages = 0.0, set[int]()
-    for record in run.records[1:]:
-        step = record["step"]
-        assert record["executed"]["behaviour"] == "unverifiable"
-        metrics = run.store.get_json(run.ledger.artifacts(step)["metrics"])
-        assert metrics["rollout/unverifiable"] == 1
-        assert metrics["rollout/staleness_max"] <= 1
-        assert 1 < metrics["alignment/token_mult_prob_error"] < 1.1
-        differing += metrics["alignment/tokens_differing"]
-        (rollouts,) = tables(run, step, "rollouts")
-        ages |= {step - 1 - version for row in rollouts for version in row["versions"]}
-    assert differing
-    assert ages == {0, 1}
-    assert [*verify(RunView.read(run.folder))] == []
-
-
-def test_the_trainer_scores_each_token_with_the_weights_that_wrote_it(loop_run, tmp_path):
+def test_the_trainer_scores_each_token_with_the_weights_that_wrote_it(mixed, tmp_path):
     """Bit for bit as its own pass did when these weights were its policy, whatever formats the engine was sent."""
-    run = loop_run("scored", **SETTINGS | LINEARS | PACKED, **{"training.learning_rate": 0.01})
-    assert_said(run)
-    copied, compared = run.copy(tmp_path), 0
+    run, copied, compared = mixed, mixed.copy(tmp_path), 0
     with copied.opened() as live:
         begin(live)
         for step in range(1, 5):
@@ -74,7 +55,20 @@ def test_the_trainer_scores_each_token_with_the_weights_that_wrote_it(loop_run, 
 
 
 def test_manifest_metrics_and_report_say_so_and_a_run_that_was_cut_ends_equal(mixed, tmp_path):
-    assert_said(mixed)
+    differing, ages = 0.0, set[int]()
+    for record in mixed.records[1:]:
+        step = record["step"]
+        assert record["executed"]["behaviour"] == "unverifiable"
+        metrics = mixed.store.get_json(mixed.ledger.artifacts(step)["metrics"])
+        assert metrics["rollout/unverifiable"] == 1
+        assert metrics["rollout/staleness_max"] <= 1
+        assert 1 < metrics["alignment/token_mult_prob_error"] < 1.1
+        differing += metrics["alignment/tokens_differing"]
+        (rollouts,) = tables(mixed, step, "rollouts")
+        ages |= {step - 1 - version for row in rollouts for version in row["versions"]}
+    assert differing
+    assert ages == {0, 1}
+    assert [*verify(RunView.read(mixed.folder))] == []
     told = report_html([read_run(mixed.folder, "mixed")])
     assert "; unverifiable, as the sides compute linear fp8_block and bf16" in told[: told.index("<section")]
     assert "<td>behaviour</td><td>unverifiable</td>" in told

@@ -2,7 +2,6 @@
 
 import json
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 from flows.tracking.mlflow_tracker import MlflowTracker
@@ -28,14 +27,6 @@ def test_a_step_that_is_logged_again_leaves_the_same_rows(runs: Path, tracker: M
     rows = metric_rows(runs, tracker.run_id)
     assert rows == sorted((key, 1, value, 1_700_000_000_123) for key, value in many.items())
     assert tracker.client.get_run(tracker.run_id).data.tags["chain_tip"] == "1:a"
-
-
-def test_a_run_is_found_by_its_training_and_folder(open_tracker: Callable[..., MlflowTracker]) -> None:
-    created = open_tracker("training-1")
-    assert open_tracker("training-1").run_id == created.run_id, "a killed process left it"
-    assert open_tracker("training-2").run_id != created.run_id
-    assert open_tracker("training-2", created.run_id).run_id == created.run_id
-    assert open_tracker("training-1", "0" * 32).run_id == created.run_id
 
 
 def test_parameters_are_json_and_one_that_changed_is_a_tag(tracker: MlflowTracker) -> None:

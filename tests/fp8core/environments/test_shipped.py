@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from fp8core.data.chain import running_values
-from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Action, Environment, Outcome, Said, Task, ToolCall, Turn
 from fp8core.environments.sandbox import Interpreter
 from fp8core.environments.shipped import Calculator, Python, ToolError, evaluate
 from fp8core.errors import UserError
-from tests.fp8core.environments.conftest import LIMITS
 
 TASK = Task("How many?", "18", 3)
 
@@ -99,19 +97,6 @@ def test_every_call_has_an_answer_and_none_ends_the_episode() -> None:
     assert said.failed == 5
     assert calculator.step(Action("", malformed="no JSON")) == Turn((Said("tool", "error: no JSON"),), failed=1)
     assert calculator.step(Action("It is 14.")) == Outcome("judge")
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "error"),
-    [
-        ("calculator", {"base": 2}, "it is called as Calculator(base=...), and is defined as Calculator(*, modulus"),
-        ("python", {"seconds": 0.5}, "seconds=0.5 is no number from 1"),
-    ],
-)
-def test_options_are_validated_at_the_start(name: str, options: dict[str, Any], error: str) -> None:
-    with pytest.raises(UserError) as raised:
-        EnvironmentPool(name, options, LIMITS, 1)
-    assert str(raised.value).startswith(f"environment.name={name}: {error}")
 
 
 @pytest.fixture(scope="module")

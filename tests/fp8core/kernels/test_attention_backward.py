@@ -13,22 +13,6 @@ from fp8core.numerics.packed import PackedSequences
 QWEN3 = HeadLayout(32, 8, 128)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "shape", "gigabytes"),
-    [
-        ([1024] * 16, (16, 1024, 16_384), 1.61),
-        ([4096] * 4, (4, 4096, 16_384), 4.83),
-        ([1120] * 3, (4, 1536, 3584), 0.72),
-        ([32], (1, 512, 128), 0.02),
-        ([8600], (1, 8704, 8704), 5.13),
-    ],
-)
-def test_a_class_and_its_memory(lengths, shape, gigabytes):
-    found = Shape.of(lengths)
-    assert found == shape
-    assert found.workspace(QWEN3) / 1e9 == pytest.approx(gigabytes, abs=0.005)
-
-
 @given(st.lists(st.integers(1, 7000), min_size=1, max_size=40))
 def test_parts_hold_every_sequence_once_and_fit(lengths):
     sequences = PackedSequences.of(lengths)

@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.families import FAMILIES
 from fp8core.models.families.config_json import BLOCK_FP8, architecture_from_hf, architecture_to_hf
 from fp8core.numerics.rotary import LinearScaling, Llama3Scaling, YarnScaling
-from fp8core.user_files import read_json_object
 
 _COMMON = {"hidden_act": "silu", "num_key_value_heads": 8, "tie_word_embeddings": True}
 LLAMA_32_1B = _COMMON | {
@@ -220,13 +219,3 @@ def test_transformers_reads_what_is_written(config, tmp_path: Path):
         assert getattr(read, key) == config[key], key
     assert (read.eos_token_id, read.bos_token_id, read.pad_token_id) == ([5, 7], 1, 3)
     assert str(read.dtype) == "torch.bfloat16"
-
-
-def test_transformers_and_we_read_the_same(transformers_checkpoint):
-    arch = architecture_from_hf(read_json_object(transformers_checkpoint.folder / "config.json"), "")
-    config = transformers_checkpoint.model.config
-    assert arch.rope_theta == config.rope_parameters["rope_theta"]
-    assert arch.head_dim == transformers_checkpoint.model.model.layers[0].self_attn.head_dim
-    assert arch.tie_embeddings == config.tie_word_embeddings
-    scaled = config.rope_parameters["rope_type"] != "default"
-    assert (asdict(arch)["rope_scaling"] is not None) == scaled

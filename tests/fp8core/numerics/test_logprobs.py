@@ -95,20 +95,6 @@ def test_a_bf16_head_passes_the_gradient_of_its_rounded_logits() -> None:
         assert (grad - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("tokens", [1, 50])
-@pytest.mark.parametrize("elements", [1, 150])
-def test_chunking_changes_nothing(monkeypatch: pytest.MonkeyPatch, tokens: int, elements: int) -> None:
-    x, weight, targets = random_case(tokens, 50, 64, seed=12)
-    upstream = torch.randn(tokens, generator=torch.Generator().manual_seed(13))
-    values = token_logprobs(x, load_head(weight), FP32_HEAD, targets, 0.9)
-    grads = gradients(x, weight, targets, upstream, FP32_HEAD, 0.9)
-    monkeypatch.setattr(logprobs.ExactHead, "chunk_elements", elements)
-    for chunked, whole in zip(token_logprobs(x, load_head(weight), FP32_HEAD, targets, 0.9), values, strict=True):
-        assert torch.equal(chunked, whole)
-    for chunked, whole in zip(gradients(x, weight, targets, upstream, FP32_HEAD, 0.9), grads, strict=True):
-        assert (chunked - whole).abs().max() <= 1e-6 * whole.abs().max()
-
-
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("parts", [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
 @pytest.mark.parametrize("elements", [1 << 24, 150])

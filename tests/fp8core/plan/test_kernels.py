@@ -1,10 +1,8 @@
 """The products of engine and trainer that DeepGEMM compiles kernels for."""
 
-from dataclasses import replace
-
 from fp8core.config.load import load_config
 from fp8core.models.hub import model_shape
-from fp8core.resources.kernels import Product, shared_out
+from fp8core.resources.kernels import Product
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
 
@@ -14,17 +12,6 @@ def products(name, *overrides):
     arch = model_shape(config)
     entries = engine_entry(config), trainer_of(config.training)
     return [list(entry.products(config, arch)) for entry in entries]
-
-
-def test_parts_select_every_kernel_that_any_number_of_rows_does():
-    """DeepGEMM chooses one tiling for 16k+1 to 16k+16 rows."""
-    engine, trainer = products("qwen3-aligned")
-    parts = shared_out([*engine, *trainer])
-    for product in (*engine, *trainer):
-        alike = [part.rows for part in parts if replace(part, rows=()) == replace(product, rows=())]
-        found = [(rows - 1) // 16 for each in alike for rows in each]
-        assert len(found) == len(set(found)), "compiled once where engine and trainer share a kernel"
-        assert {(rows - 1) // 16 for rows in product.rows} <= set(found)
 
 
 def test_the_products_of_an_fp8_training():
@@ -53,8 +40,3 @@ def test_gpus_that_share_experts_have_the_whole_router():
     assert {(each.outputs, each.contraction, each.experts) for each in engine} == {
         *((2560, 2048, 1), (1024, 4096, 1), (128, 2048, 1), (768, 2048, 128), (1024, 768, 128), (75968, 2048, 1))
     }
-
-
-def test_what_trains_on_a_cpu_has_none():
-    engine, trainer = products("gsm8k")
-    assert engine == trainer == []

@@ -114,8 +114,15 @@ def test_terms_and_gradient(method, reference_kl, seed):
     assert torch.allclose(current.grad.double(), gradient, rtol=1e-5, atol=1e-7)
 
 
-def test_what_is_masked_or_dropped_may_hold_anything():
-    built = objective("token_tis", 0.3)
+@pytest.mark.parametrize("policy", SHIPPED_LOSSES)
+def test_what_is_masked_or_dropped_may_hold_anything(policy):
+    how = "seq-mean-token-mean" if SHIPPED_LOSSES[policy].by_rows else "token-mean"
+    loss = LossConfig(policy=policy, aggregation=how, reference_kl=0.3)
+    rule = Objective(loss, CorrectionConfig(method="token_tis", cap=CAP))
+
+    def built(current, batch, denominator):
+        return rule(current, rule.corrected(batch)[0], denominator)
+
     batch, current = random_batch(seed=2)
     hidden = ~(batch.policy_mask & batch.row_mask[:, None])
     assert hidden.any()

@@ -77,9 +77,3 @@ def test_a_first_message_that_has_no_tokens_is_refused(tmp_path):
     environment = {"name": f"{place}:Own", "options": {"begun": str(tmp_path / "begun"), "rules": "Be brief."}}
     with pytest.raises(UserError, match=r"environment\.name=.*own.py:Own begins with: the tokenizer has no token for"):
         check_inputs(load_config("tiny", {"environment": environment, "rollout.max_new_tokens": 32}))
-
-
-def test_an_environment_that_cannot_be_made_is_refused():
-    named = r"environment\.name=calculator: start: it cannot be made: ValueError: modulus=1 is no integer"
-    with pytest.raises(UserError, match=named):
-        check_inputs(load_config("tiny", {"environment": {"name": "calculator", "options": {"modulus": 1}}}))

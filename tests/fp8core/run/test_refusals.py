@@ -4,6 +4,7 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
+from fp8core.run.build import build_base
 from fp8core.run.refusals import graph_on, pipeline_of
 
 
@@ -39,3 +40,12 @@ def test_what_older_policies_do_not_give_is_refused(name, settings, refused):
 def test_an_engine_may_sleep_where_nothing_is_generated_beside_an_update():
     ahead = {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 0, "pipeline.max_staleness": 1}
     pipeline_of(load_config("qwen3-aligned", ahead))
+
+
+def test_a_dense_model_has_no_experts_to_replay_or_balance():
+    with pytest.raises(UserError, match=r"^rollout\.router_replay: replays the choice of experts, but the model has"):
+        build_base(load_config("tiny", {"rollout.router_replay": True}))
+    with pytest.raises(UserError, match=r"^loss\.router\.z=0\.1: the model has no experts; set it to 0$"):
+        build_base(load_config("tiny", {"loss.router.z": 0.1}))
+    sparse = build_base(load_config("tiny-moe", {"rollout.router_replay": True, "loss.router.z": 0.1}))
+    assert sparse.arch.sparse_layers == (0, 1)

@@ -1,7 +1,5 @@
-import json
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pyarrow as pa
@@ -122,16 +120,6 @@ def test_damage_is_named(store: ArtifactStore, table: pa.Table, damage: Callable
             get(ref)
         assert isinstance(caught.value, UserError)
         assert "\n" not in str(caught.value)
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(
-    store: ArtifactStore, tmp_path: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
-) -> None:
-    value = {"text": "x" * 100_000}
-    with file_size_limit(50_000), pytest.raises(UserError, match=rf"^cannot write {tmp_path}/artifacts/\S+: \D+$"):
-        store.put_json("notes", value)
-    assert files(tmp_path) == []
-    assert store.get_json(store.put_json("notes", value)) == json.loads(json.dumps(value))
 
 
 Rollouts = Callable[[int, int], pa.Table]

@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -84,24 +83,6 @@ def test_any_other_malformed_line_is_refused_with_its_number(
             read(path)
         assert "\n" not in str(caught.value)
     assert path.read_bytes() == b"\n".join(lines), "a refused ledger is left as it is"
-
-
-def test_an_append_that_fails_half_way_leaves_the_ledger_readable(
-    path: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
-) -> None:
-    ledger = Ledger.open(path)
-    ledger.append(step(0))
-    whole = path.stat().st_size
-    with file_size_limit(whole + 30), pytest.raises(UserError, match=rf"^cannot append to the ledger {path}: \D+$"):
-        ledger.append(step(1))
-    assert path.stat().st_size == whole
-    assert ledger.last_step() == 0
-    with file_size_limit(whole + len(step(1).model_dump_json()) + 30), pytest.raises(UserError):
-        ledger.append(step(1), step(2))
-    assert path.stat().st_size == whole
-    assert ledger.last_step() == 0
-    ledger.append(step(1))
-    assert Ledger.open(path).last_step() == 1
 
 
 def redo(number: int, name: str, key: str) -> RedoEntry:

@@ -10,7 +10,6 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.config.training import TrainingConfig
 from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import POW2
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.training.trainer import NotFiniteError
@@ -102,18 +101,6 @@ def taken(batch, rows):
     )
 
 
-def test_logprobs_and_entropy_are_of_one_distribution(trainer_of, architecture, first_scales, contract):
-    trainer = trainer_of(contract, architecture())
-    scales = first_scales(trainer, contract).layers
-    every_token = TokenBatch.of([[5, 6]] * 40, [[token] for token in range(40)])
-    scored = trainer.logprobs(every_token, 0.7, scales)
-    logprobs = scored.logprobs[:, 0].double()
-    assert logprobs.exp().sum().item() == pytest.approx(1, abs=1e-5)
-    assert scored.entropy[0, 0].item() == pytest.approx(-(logprobs.exp() * logprobs).sum().item(), rel=1e-5)
-    warm = trainer.logprobs(every_token, 1.4, scales).logprobs[:, 0].double()
-    assert torch.allclose((logprobs * 0.5).log_softmax(0), warm, atol=1e-5), "temperature divides the logits"
-
-
 @pytest.mark.parametrize("name", ["fp8", "fp32 scales", "bf16"])
 def test_a_row_is_scored_the_same_in_any_company(trainer_of, architecture, first_scales, ragged_prompts, name):
     """Whatever its neighbours, the padding after it, and the size of the micro-batch."""
@@ -133,19 +120,6 @@ def test_a_row_is_scored_the_same_in_any_company(trainer_of, architecture, first
     for row, part in batch.slices(1):
         alone = trainer.logprobs(part, 1.0, scales).logprobs[0]
         assert torch.equal(alone, together.logprobs[row.start, : len(alone)])
-
-
-def test_saturation_is_the_share_beyond_the_scales(trainer_of, architecture, ragged_prompts):
-    trainer = trainer_of(CONTRACTS["fp8"], architecture(num_layers=1))
-    batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
-    amax = trainer.statistics(batch).amax()[0]
-    roomy = LayerScales(*(getattr(amax, name) / 448 for name in "qkv"))
-    assert trainer.logprobs(batch, 1.0, [roomy]).statistics.saturated_share() == 0
-    tight = replace(roomy, v=roomy.v * (1 - 1e-5))
-    elements = (4 + 2 + 2) * 24 * int(batch.valid.sum())
-    assert trainer.logprobs(batch, 1.0, [tight]).statistics.saturated_share() == pytest.approx(1 / elements)
-    tiny = LayerScales(q=1e-9, k=1e-9, v=1e-9)
-    assert trainer.logprobs(batch, 1.0, [tiny]).statistics.saturated_share() > 0.99
 
 
 def test_a_step_moves_every_weight_and_counts(trainer_of, architecture, first_scales, batch_for, any_contract):

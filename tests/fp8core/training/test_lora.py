@@ -5,16 +5,11 @@ import torch
 from safetensors.torch import load_file
 
 from fp8core.config.load import load_config
-from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
+from fp8core.config.training import LoraConfig, TrainingConfig
 from fp8core.errors import StoredFileError, UserError, refuse
 from fp8core.models.hub import model_shape
-from fp8core.models.weights import rollout_formats, training_formats
-from fp8core.rl.objective import Objective
-from fp8core.training.exact import ExactTrainer
 from fp8core.training.lora import adapter_refusals, adapter_shapes
-from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
 FP8 = PrecisionContract(rounding_points="kernels")
 BF16 = PrecisionContract(
@@ -27,25 +22,15 @@ LORA = LoraConfig(rank=3, alpha=7.0, targets=["q_proj", "o_proj", "up_proj", "do
 BARE = {"optimiser": {"beta1": 0.0}, "max_grad_norm": 1e9, "learning_rate": 0.01, "warmup_steps": 0}
 
 
-def exact(masters, contract, arch, lora, seed=0):
-    formats = (side(contract, arch.num_layers) for side in (training_formats, rollout_formats))
-    objective = Objective(LossConfig(), CorrectionConfig())
-    return ExactTrainer(arch, masters, *formats, TrainingConfig(lora=lora, micro_batch=4, **BARE), objective, seed=seed)
+@pytest.fixture(params=["exact", "packed"])
+def make(request, trainer_of, packed_of):
+    """(contract, architecture, lora, masters) to a trainer."""
+    build, size = {"exact": (trainer_of, {"micro_batch": 4}), "packed": (packed_of, {"tokens_per_pass": 128})}[
+        request.param
+    ]
 
-
-def packed(masters, contract, arch, lora, seed=0):
-    sides = (side(contract, arch.num_layers) for side in (training_formats, rollout_formats))
-    training = TrainingConfig(lora=lora, tokens_per_pass=128, **BARE)
-    objective, cpu = Objective(LossConfig(), CorrectionConfig()), torch.device("cpu")
-    return PackedTrainer(arch, masters, PackedFormats(*sides, 4096), training, objective, cpu, seed=seed)
-
-
-@pytest.fixture(params=[exact, packed], ids=["exact", "packed"])
-def make(request, masters_of):
-    """(contract, architecture, lora, masters, seed) to a trainer."""
-
-    def trainer(contract, arch, lora=LORA, masters=None, seed=0):
-        return request.param(masters_of(arch) if masters is None else masters, contract, arch, lora, seed)
+    def trainer(contract, arch, lora=LORA, masters=None):
+        return build(contract, arch, TrainingConfig(lora=lora, **size, **BARE), masters=masters)
 
     return trainer
 

@@ -13,12 +13,10 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Experts
 from fp8core.models.router_losses import RouterObjective, router_metrics
-from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.grouped import top_k
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.context import PackShare
-from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 from fp8core.training.ranks import ALONE
 
 CPU = torch.device("cpu")
@@ -102,7 +100,7 @@ def test_gradients_are_those_of_the_definition_however_rows_and_ranks_share_pass
 
 
 @pytest.fixture
-def learnt(architecture, masters_of, trainer_of, first_scales, rollout_batch, tmp_path):
+def learnt(architecture, masters_of, trainer_of, packed_of, first_scales, rollout_batch, tmp_path):
     """(contract, settings) to the gradients and the report of an update that router losses alone make."""
     arch = architecture(family="qwen3_moe", num_layers=3, experts=MOE)
 
@@ -113,11 +111,8 @@ def learnt(architecture, masters_of, trainer_of, first_scales, rollout_batch, tm
         batch = replace(batch, advantages=torch.zeros(len(batch.advantages)))
         objective = Objective(LossConfig(router=weights), CorrectionConfig())
         training = TrainingConfig(optimiser={"beta1": 0.0}, max_grad_norm=1e9, **settings)
-        if training.computes_packed:
-            formats = training_formats(contract, 3), rollout_formats(contract, 3)
-            trainer = PackedTrainer(arch, masters_of(arch), PackedFormats(*formats, 4096), training, objective, CPU)
-        else:
-            trainer = trainer_of(contract, arch, training, objective, masters or masters_of(arch))
+        build = packed_of if training.computes_packed else trainer_of
+        trainer = build(contract, arch, training, objective, masters=masters or masters_of(arch))
         report = trainer.step(batch, 1.0, scales.layers)
         trainer.save(tmp_path)
         # The next trainer's file takes the place of this one.

@@ -1,37 +1,20 @@
 """What arrives in the quantised policy of what an optimiser intends."""
 
 import pytest
-import torch
 
-from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
-from fp8core.models.weights import is_linear, rollout_formats, training_formats
+from fp8core.config.training import LoraConfig, TrainingConfig
+from fp8core.models.weights import is_linear
 from fp8core.numerics.e4m3 import quantise_tiles
 from fp8core.numerics.recipe import POW2
-from fp8core.rl.objective import Objective
-from fp8core.training.exact import ExactTrainer
-from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
-CPU = torch.device("cpu")
 MIXED = PrecisionContract(rounding_points="kernels", bf16_last_layers=1)
 
 
-def exact(masters, contract, arch, **settings):
-    formats = (side(contract, arch.num_layers) for side in (training_formats, rollout_formats))
-    training = TrainingConfig(warmup_steps=0, micro_batch=16, **settings)
-    return ExactTrainer(arch, masters, *formats, training, Objective(LossConfig(), CorrectionConfig()))
-
-
-def packed(masters, contract, arch, **settings):
-    formats = (side(contract, arch.num_layers) for side in (training_formats, rollout_formats))
-    training, objective = TrainingConfig(warmup_steps=0, **settings), Objective(LossConfig(), CorrectionConfig())
-    return PackedTrainer(arch, masters, PackedFormats(*formats, 4096), training, objective, CPU)
-
-
-@pytest.fixture(params=[exact, packed], ids=["exact", "packed"])
-def make(request, masters_of):
-    return lambda contract, arch, **settings: request.param(masters_of(arch), contract, arch, **settings)
+@pytest.fixture(params=["exact", "packed"])
+def make(request, trainer_of, packed_of):
+    build, size = {"exact": (trainer_of, {"micro_batch": 16}), "packed": (packed_of, {})}[request.param]
+    return lambda contract, arch, **settings: build(contract, arch, TrainingConfig(warmup_steps=0, **size, **settings))
 
 
 def shipped(name, weight, contract, layers):

@@ -48,22 +48,6 @@ def test_a_grid_in_which_ranks_of_experts_are_ranks_of_the_tensor_group(architec
     assert all(torch.equal(again[name], policy[name]) for name in policy)
 
 
-def test_heads_take_turns_by_kv_group(architecture, masters_of):
-    arch = architecture()
-    policy = masters_of(arch)
-    held = share(arch, MegatronConfig(), LOCAL, ParallelRank(), policy)[
-        "decoder.layers.0.self_attention.linear_qkv.weight"
-    ]
-    q, k, v = (policy[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv")
-    d, group = arch.head_dim, arch.num_heads // arch.num_kv_heads
-    expected = [
-        part
-        for g in range(arch.num_kv_heads)
-        for part in (q[g * group * d : (g + 1) * group * d], k[g * d : (g + 1) * d], v[g * d : (g + 1) * d])
-    ]
-    assert torch.equal(held, torch.cat(expected))
-
-
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_fp8_export_is_that_of_the_hugging_face_layout(architecture, masters_of, head_dim):
     """With heads of 64 a 128-row tile of the interleaved weight mixes K with V: quantising there gives other scales."""

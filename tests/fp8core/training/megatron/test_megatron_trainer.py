@@ -11,9 +11,8 @@ from pretended_gpu import pretended_gpu
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
-from fp8core.models.weights import reference_formats, rollout_formats, stored_weights
+from fp8core.models.weights import reference_formats
 from fp8core.numerics.grouped import top_k
-from fp8core.numerics.recipe import POW2
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
 from fp8core.training.megatron import parallel
@@ -104,19 +103,6 @@ def test_an_update_that_is_not_finite_is_not_applied(architecture, masters_of, r
     assert (trainer.version, trainer.digest()) == (0, digest)
     fresh = megatron_trainer(architecture(), masters_of(architecture()))
     assert trainer.step(ragged_batch, TEMPERATURE, ()) == fresh.step(ragged_batch, TEMPERATURE, ())
-
-
-def test_export_is_quantised_in_the_engines_layout(architecture, masters_of):
-    arch = architecture(hidden_size=256, head_dim=64)
-    contract = PrecisionContract(training=FP32.training, accept_mismatch=True)
-    masters = masters_of(arch)
-    names = rollout_formats(contract, arch.num_layers).stored_names()
-    found, expected = (
-        megatron_trainer(arch, masters, contract=contract).export(),
-        stored_weights(masters, names, POW2.weights),
-    )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
 
 
 @pytest.mark.parametrize("name", ["moe", "moe_unnormalised"])

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from thread_ranks import on_threads
 
 from fp8core.numerics.attention import FP8_CACHE_FORMS, Bf16Attention
 from fp8core.numerics.fused import HeadLayout
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import (
-    PAGE,
     DevicePack,
     PackedAttention,
     PackedSequences,
@@ -55,21 +52,6 @@ def test_chunks_attend_to_the_bytes_of_the_whole(form, count: int) -> None:
         assert equal
         # One rounding to BF16 of sums in another order.
         assert (gradient.float() - whole.float()).norm() < 1e-4 * whole.float().norm()
-
-
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=8), st.integers(2, 5))
-def test_a_chunk_sees_its_sequences_from_their_beginning(lengths: list[int], count: int) -> None:
-    sequences = PackedSequences.of(lengths, pack_multiple(count))
-    size = sequences.tokens // (2 * count)
-    assert size % 128 == 0
-    for first in range(0, sequences.tokens, size):
-        begin, seen = sequences.context_of(first, first + size)
-        tokens = torch.arange(first, first + size)
-        assert seen.tokens == first + size - begin
-        assert all(start % PAGE == 0 for start in seen.starts)
-        assert torch.equal(seen.valid[tokens - begin], sequences.valid[tokens])
-        real = tokens[sequences.valid[tokens]]
-        assert torch.equal(seen.positions[real - begin], sequences.positions[real])
 
 
 def test_targets_are_of_the_rank_that_predicts_them_and_come_back_in_order() -> None:

@@ -10,22 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from packed_trainer import packed
 from safetensors.torch import load_file
 
 from fp8core.cluster.transport import GroupRanks, Rendezvous
-from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
+from fp8core.config.training import LoraConfig, TrainingConfig
 from fp8core.errors import StoredFileError
 from fp8core.models.architecture import Experts
 from fp8core.models.hub import HUB_ARCHITECTURES
-from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.rotary import LinearScaling, YarnScaling
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.rl.objective import Objective
 from fp8core.training.packed.masters import Masters
-from fp8core.training.packed.trainer import PackedFormats, PackedTrainer, pass_cost
-from fp8core.training.ranks import ALONE, Ranks
+from fp8core.training.packed.trainer import PackedTrainer, pass_cost
+from fp8core.training.ranks import Ranks
 from fp8core.training.trainer import LogprobError, NotFiniteError
 
 CPU = torch.device("cpu")
@@ -63,19 +61,6 @@ SHAPES = {
         **{"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     },
 }
-
-
-def packed(masters, contract, arch, training=None, objective=None, ranks=ALONE) -> PackedTrainer:
-    formats = PackedFormats(
-        training_formats(contract, arch.num_layers), rollout_formats(contract, arch.num_layers), 4096
-    )
-    objective = objective or Objective(LossConfig(), CorrectionConfig())
-    return PackedTrainer(arch, masters, formats, training or TrainingConfig(), objective, CPU, ranks)
-
-
-@pytest.fixture
-def packed_of(masters_of):
-    return lambda contract, arch, *settings: packed(masters_of(arch), contract, arch, *settings)
 
 
 @pytest.fixture(params=SHAPES)
