@@ -56,4 +56,4 @@ def adamw_rule(settings: OptimiserConfig, parameter: Parameter) -> UpdateRule:
     return rule((settings.beta1, settings.beta2), settings.weight_decay)
 
 
-OPTIMISER = OptimiserEntry(name="AdamW", rule=adamw_rule)
+OPTIMISER = OptimiserEntry(name="AdamW", rule=adamw_rule, by_element=True)

@@ -47,11 +47,13 @@ class OptimiserEntry:
 
     Attributes:
         rule: the rule of a tensor.
-        whole_tensors: whether a rule needs more than rows of a tensor, which is what a packed rank has."""
+        whole_tensors: whether a rule needs more than rows of a tensor, which is what a packed rank has.
+        by_element: whether several tensors may be updated as one."""
 
     name: str
     rule: Callable[[OptimiserConfig, Parameter], UpdateRule]
     whole_tensors: bool = False
+    by_element: bool = False
 
 
 def find_optimiser(settings: OptimiserConfig) -> OptimiserEntry:

@@ -12,6 +12,7 @@ rows are never cut, so codes and scales are those of one GPU."""
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from fp8core.models.architecture import Architecture
 from fp8core.models.families import layer_parts
 from fp8core.models.weights import SCALE_SUFFIX
-from fp8core.numerics.fingerprint import Slice, bytes_in_order, combine_sums, digest_of, slice_sums
+from fp8core.numerics.fingerprint import LaneSums, PolicyRows, Slice, bytes_in_order, combine_sums, sums_reader
 from fp8core.numerics.recipe import TILE
 from fp8core.training.ranks import Ranks
 from fp8core.training.trainer import shares
@@ -214,17 +215,21 @@ class Masters(SharedRows):
             name: torch.empty(sum(self._rows(stack, ranks.rank)), *stack.width, device=device)
             for name, stack in self._stacks.items()
         }
-        own = self.named()
-        assert own.keys() == weights.keys(), "masters of another model"
-        for name, master in own.items():
+        # Experts are thousands of tensors, which take milliseconds to find.
+        self._named = self._by_name(self._own)
+        assert self._named.keys() == weights.keys(), "masters of another model"
+        for name, master in self._named.items():
             rows = self.rows_of(name)
             # Narrow weights become FP32 where they are going.
             master.copy_(weights[name][rows.start : rows.stop].to(device))
 
     def trainable(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Tensors that learn on this rank, or those that `collected` gave, by the names of `learnt_shapes`."""
+        return self._named if values is None else self._by_name(values)
+
+    def _by_name(self, stacks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        for name, own in (self._own if values is None else values).items():
+        for name, own in stacks.items():
             stack = self._stacks[name]
             views = own.split(self._rows(stack, self._ranks.rank))
             tensors |= {part: view for (part, _), view in zip(stack.parts, views, strict=True)}
@@ -236,23 +241,29 @@ class Masters(SharedRows):
 
     def named(self) -> dict[str, Tensor]:
         """FP32 [own rows, ...] by Hugging Face name."""
-        return self.trainable()
+        return self._named
 
     def learnt_rows(self, name: str) -> range:
         return self.rows_of(name)
 
     def tiles(self, tiles: Sequence[Tile]) -> list[Tensor]:
-        own = self.named()
-        return [tile.cut(own[tile.name], self.rows_of(tile.name).start) for tile in tiles]
+        return [tile.cut(self._named[tile.name], self.rows_of(tile.name).start) for tile in tiles]
 
     def looked_up(self, name: str) -> Tensor:
         """Own rows to find single ones in, in BF16 values or wider."""
         return self._own[name] if self._ranks.count == 1 else self._own[name].bfloat16()
 
     def digest(self) -> str:
-        own = self.named()
-        digits = combine_sums(self._ranks.joined([slice_sums([self.slice_of(*each) for each in own.items()])]))
-        return digest_of({name: ("float32", self.shapes[name], each) for name, each in zip(own, digits, strict=True)})
+        sums: LaneSums = self._read_sums().cpu().numpy()
+        return self._policy_rows.digest(combine_sums(self._ranks.joined([sums])))
+
+    @cached_property
+    def _read_sums(self) -> Callable[[], Tensor]:
+        return sums_reader(*zip(*(self.slice_of(*each) for each in self._named.items()), strict=True))
+
+    @cached_property
+    def _policy_rows(self) -> PolicyRows:
+        return PolicyRows({name: ("float32", self.shapes[name]) for name in self._named})
 
     def describe(self) -> dict[str, object]:
         return {}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.lora import learning_linears
 from fp8core.training.micro_batch import MicroBatchTrainer, Scores
-from fp8core.training.optimisers.optimiser import Update, rules_of
+from fp8core.training.optimisers.optimiser import Update, find_optimiser, rules_of
 from fp8core.training.packed.adapted import AdaptedMasters, PackedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks, InvariantBf16Blocks
 from fp8core.training.packed.context import PackShare
@@ -387,12 +387,21 @@ STORED_DTYPES = {"fp32": "F32", "bf16": "BF16"}
 
 
 class InPlaceOptimiser:
-    """Own rows of tensors that all learn in each update. `shapes`: of the whole tensors."""
+    """Own rows of tensors that all learn in each update. `shapes`: of the whole tensors.
+
+    Neighbours in memory are updated as one where their rule works by element: experts are thousands of tensors."""
 
     def __init__(self, settings: OptimiserConfig, masters: Mapping[str, Tensor], shapes: Shapes) -> None:
         self._masters = dict(masters)
         self._dtype = _FORMATS[settings.state]
         self._rules = rules_of(settings, shapes, "kernels")
+        by_element, self._runs = find_optimiser(settings).by_element, list[list[str]]()
+        for name, master in self._masters.items():
+            last = self._runs[-1][-1] if by_element and self._runs else None
+            if last and self._rules[name] == self._rules[last] and _follows(master, self._masters[last]):
+                self._runs[-1].append(name)
+            else:
+                self._runs.append([name])
         self.updates = 0
         self._moments: dict[str, Tensor] | None = None
 
@@ -400,11 +409,14 @@ class InPlaceOptimiser:
         """By `<moment>/<name>`; the first call makes them, in memory new to torch's cache."""
         if self._moments is None:
             torch.cuda.empty_cache()
-            self._moments = {
-                f"{moment}/{name}": torch.zeros_like(master, dtype=self._dtype)
-                for name, master in self._masters.items()
-                for moment in self._rules[name].moments
-            }
+            self._moments = {}
+            for run in self._runs:
+                masters = [self._masters[name] for name in run]
+                sizes = [master.numel() for master in masters]
+                for moment in self._rules[run[0]].moments:
+                    pieces = masters[0].new_zeros(sum(sizes), dtype=self._dtype).split(sizes)
+                    of_run = zip(run, masters, pieces, strict=True)
+                    self._moments |= {f"{moment}/{name}": piece.view_as(master) for name, master, piece in of_run}
         return self._moments
 
     def go_back(self, updates: int) -> None:
@@ -416,8 +428,25 @@ class InPlaceOptimiser:
         self.updates += 1
         update = Update(self.updates, learning_rate, gradient_factor)
         state = self.moments()
-        for name, master in self._masters.items():
-            if len(master):
-                rule = self._rules[name]
-                moments = [state[f"{moment}/{name}"] for moment in rule.moments]
-                rule.update(master, gradients[name].contiguous(), moments, update)
+        for run in self._runs:
+            if len(master := _joined(self._masters, run)):
+                rule = self._rules[run[0]]
+                moments = [_joined(state, run, f"{moment}/") for moment in rule.moments]
+                rule.update(master, _joined(gradients, run), moments, update)
+
+
+def _follows(tensor: Tensor, before: Tensor) -> bool:
+    """True if it begins in memory where the other ends."""
+    one_storage = tensor.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    both = one_storage and tensor.is_contiguous() and before.is_contiguous()
+    return both and tensor.storage_offset() == before.storage_offset() + before.numel()
+
+
+def _joined(tensors: Mapping[str, Tensor], names: Sequence[str], prefix: str = "") -> Tensor:
+    """The one, or the elements of all; a copy where they are no neighbours in memory."""
+    parts = [tensors[prefix + name] for name in names]
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    if all(_follows(part, before) for before, part in pairwise(parts)):
+        return parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
+    return torch.cat([part.reshape(-1) for part in parts])

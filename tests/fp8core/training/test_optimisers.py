@@ -155,6 +155,21 @@ def test_both_trainers_update_a_matrix_alike(settings):
     assert (stack[[0, 1, 10, 11]] == 1).all()
 
 
+@pytest.mark.parametrize("settings", [MUON, {"weight_decay": 0.1}], ids=["muon", "adamw"])
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_parts_of_a_stack_learn_as_if_each_were_alone(settings, neighbours):
+    names = [f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in range(3)]
+    gradients = torch.randn(24, 9, generator=torch.Generator().manual_seed(0)).split(8)
+    gradients = dict(zip(names, gradients if neighbours else [each.clone() for each in gradients], strict=True))
+    apart, stack = {name: torch.ones(8, 9) for name in names}, torch.ones(24, 9)
+    joined = dict(zip(names, stack.split(8), strict=True))
+    for masters in (apart, joined):
+        optimiser = InPlaceOptimiser(OptimiserConfig(**settings), masters, dict.fromkeys(names, (8, 9)))
+        for _ in range(2):
+            optimiser.update(gradients, RATE, 0.5)
+    assert torch.equal(stack, torch.cat([*apart.values()]))
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
