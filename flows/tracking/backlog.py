@@ -13,6 +13,7 @@ from flows.tracking.tracker import CHAIN_TIP, RUN_DIRECTORY, TRAINING, Checkpoin
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.layers import leaves
 from fp8core.config.run import RunConfig, public_dump
+from fp8core.metrics.drafts import draft_metrics
 from fp8core.metrics.registry import METRICS, find_metric
 from fp8core.metrics.rollout import TOKENS
 from fp8core.metrics.time import OVERHEAD, SECONDS, TOKENS_PER_SECOND
@@ -162,7 +163,8 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     times = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
     times |= {f"time/environment_{name}": answers[name] for name in ("p50", "p95", "max") if name in answers}
     times |= {f"time/{task}_seconds": value for task, value in seconds.items()}
-    shown = shown_metrics({**step_metrics(run, index), **times, **step_speed(run, index)})
+    drafts = draft_metrics(manifest.observed.drafts)
+    shown = shown_metrics({**step_metrics(run, index), **drafts, **times, **step_speed(run, index)})
     tracker.log_step(index, shown, entry.committed_ms, {CHAIN_TIP: str(ChainTip.of(manifest))})
     tracker.log_artifact(manifest_place(index), manifest.model_dump_json(indent=2) + "\n")
     if shows_sample(index, run.config.steps) and (samples := sample_table(run, index)) is not None:

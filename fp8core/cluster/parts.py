@@ -1,6 +1,7 @@
 """Parts that the members of a run hold: an engine, or a rank's share of a trainer."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +28,7 @@ from fp8core.rollout.engine import (
     Session,
     StreamingEngine,
     SyncReport,
+    draft_counts,
 )
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, share_weights, specs_of
@@ -70,6 +72,9 @@ class EnginePart:
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._engine, method)(*arguments)
+
+    def draft_counts(self) -> Counter[str]:
+        return draft_counts(self._engine)
 
     def open_session(self, sampling: Sampling) -> None:
         if not isinstance(self._engine, StreamingEngine):

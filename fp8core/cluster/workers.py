@@ -3,6 +3,7 @@
 Weights go from rank 0 to all engines at once, and every engine's read-back is compared.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -225,6 +226,9 @@ class ReplicatedEngine:
     def open_session(self, sampling: Sampling) -> "ReplicatedSession":
         self._workers.gather(self._calls("open_session", sampling))
         return ReplicatedSession(self._workers, self._key)
+
+    def draft_counts(self) -> Counter[str]:
+        return sum(self._workers.gather(self._calls("draft_counts")), Counter[str]())
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         return [row for rows in self._workers.gather(self._ask("score", probes, temperature)) for row in rows]

@@ -7,6 +7,15 @@ from pydantic import Field
 from fp8core.config.section import Section
 
 
+class SpeculationConfig(Section):
+    """Drafts that the engine checks several tokens at a time; no token changes (docs/guides/speculation.md)."""
+
+    source: Literal["none", "suffix"] = Field(
+        "none", description="Of drafts; suffix: what mostly followed in the prompt, its group and earlier completions."
+    )
+    max_tokens: int = Field(8, ge=1, le=64, description="Longest draft, in tokens; each is as long as pays.")
+
+
 class VllmConfig(Section):
     """Settings of vLLM; `rollout.max_batch` is its max_num_seqs."""
 

@@ -25,6 +25,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 NON_NUMERIC_KEYS = (
     *("steps", "run", "runs", "alignment", "checkpoint", "artifacts", "replay", "tracking", "cluster", "parity"),
 )
+_NON_NUMERIC_OF_ROLLOUT = ("speculation",)
 
 
 def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
@@ -88,6 +89,8 @@ def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def _numeric(dump: Mapping[str, Any], measure: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `measure` decide whether ranks do."""
     values = {key: value for key, value in dump.items() if key not in NON_NUMERIC_KEYS}
+    rollout = {key: value for key, value in dump["rollout"].items() if key not in _NON_NUMERIC_OF_ROLLOUT}
+    values["rollout"] = rollout
     training = measure["training"]
     repeats = training["device"] == "cuda" and measure["replay"]["level"] != "tolerant"
     # Sums over GPUs depend on the number of ranks, and Megatron's digest of weights on what each of them holds.

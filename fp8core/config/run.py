@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from fp8core.config.cluster import ClusterConfig
 from fp8core.config.data import Data, DataConfig, SourceConfig, data_key
-from fp8core.config.engines import SglangConfig, VllmConfig
+from fp8core.config.engines import SglangConfig, SpeculationConfig, VllmConfig
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
 from fp8core.config.model import ArchitectureConfig, WarmStartConfig
@@ -70,6 +70,7 @@ class RolloutConfig(Section):
         default_factory=list, max_length=16, description="Texts; a completion ends with the token that completes one."
     )
     router_replay: bool = Field(False, description="Train with the experts that the rollout chose.")
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig, description="Several tokens a forward.")
     vllm: VllmConfig = Field(default_factory=VllmConfig, description="Of engine=vllm.")
     sglang: SglangConfig = Field(default_factory=SglangConfig, description="Of engine=sglang.")
 

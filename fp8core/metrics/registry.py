@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 
 from fp8core.metric import Curve, Metric
-from fp8core.metrics import episodes, reward, rollout, scales, time
+from fp8core.metrics import drafts, episodes, reward, rollout, scales, time
 from fp8core.rl import alignment_metrics, correction, staleness
 from fp8core.store import metrics as start
 from fp8core.training import trainer
@@ -18,7 +18,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         *reward.SOURCE_METRICS,
     ),
     "start": tuple(start.OF_START["precision_gap"].values()),
-    "rollout": (*rollout.METRICS, *rollout.DRAW_METRICS),
+    "rollout": (*rollout.METRICS, *rollout.DRAW_METRICS, *drafts.METRICS),
     "environment": episodes.METRICS,
     "ahead": (*staleness.METRICS, *rollout.STREAM_METRICS),
     "training": (*trainer.METRICS, *correction.METRICS),

@@ -43,7 +43,9 @@ TOP_K = TopKRouting()
 
 
 class Context(Protocol):
-    """The tokens that the queries of a call may attend to."""
+    """The tokens that the queries of a call may attend to, by sequence: [B, heads, T, d].
+
+    A call may have the tokens of all sequences one after the other, as one row: [1, heads, tokens, d]."""
 
     @property
     def mask(self) -> Tensor:
@@ -51,6 +53,12 @@ class Context(Protocol):
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add this call's stored K and V and return all that may be attended to."""
+
+    def by_sequence(self, q: Tensor) -> Tensor:
+        """Queries of the call, by sequence."""
+
+    def by_token(self, out: Tensor) -> Tensor:
+        """Outputs by sequence, as the tokens of the call are."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,12 @@ class FullContext:
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v
+
+    def by_sequence(self, q: Tensor) -> Tensor:
+        return q
+
+    def by_token(self, out: Tensor) -> Tensor:
+        return out
 
 
 class Decoder:
@@ -186,5 +200,5 @@ def _attend(
 ) -> Tensor:
     q, k, v = qkv
     keys, values = context.extend(layer, *attention.store(k, v, scales))
-    out = attention.attend(q, keys, values, context.mask, scales)
+    out = context.by_token(attention.attend(context.by_sequence(q), keys, values, context.mask, scales))
     return out.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 from fp8core.errors import StoredFileError
+from fp8core.metrics.drafts import draft_metrics
 from fp8core.metrics.reward import REWARD, SIGNAL
 from fp8core.metrics.rollout import TOKENS
 from fp8core.report.chart import count_text
@@ -104,11 +105,15 @@ def read_run(folder: Path, label: str, error: str | None = None) -> RunData:
     missing = [f"{problem.place}: {problem.problem}" for problem in view.problems]
     missing += [f"{LEDGER}: {fault}" for fault in (view.gap, view.cut_end) if fault is not None]
     provenance = Provenance()
+    drafts: dict[int, dict[str, float]] = {}
     for commit in commits:
         try:
-            provenance.add(ArtifactStore(folder).get_manifest(commit.entry.manifest))
+            manifest = ArtifactStore(folder).get_manifest(commit.entry.manifest)
         except StoredFileError as damage:
             missing.append(str(damage))
+        else:
+            provenance.add(manifest)
+            drafts[commit.step] = draft_metrics(manifest.observed.drafts)
     compared = compared_artifacts(view)
     seconds: dict[str, dict[int, float]] = defaultdict(dict)
     busy: dict[int, float] = {}
@@ -121,7 +126,7 @@ def read_run(folder: Path, label: str, error: str | None = None) -> RunData:
     return RunData(
         label=label,
         view=view,
-        history=_history(view, commits, missing),
+        history=[row | drafts.get(int(row[STEP]), {}) for row in _history(view, commits, missing)],
         seconds=seconds,
         busy=busy,
         heldout=heldout_examples(view, missing),
@@ -140,7 +145,7 @@ def _crossing_text(view: RunView) -> str | None:
     return f"{'paused' if last.action == 'pause' else 'failed'} after step {last.step}: {last.reason}"
 
 
-def _history(view: RunView, commits: Iterable[Commit], missing: list[str]) -> History:
+def _history(view: RunView, commits: Iterable[Commit], missing: list[str]) -> list[dict[str, float]]:
     store = ArtifactStore(view.folder)
     rows: list[dict[str, float]] = []
     for commit in commits:

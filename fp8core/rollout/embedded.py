@@ -1,6 +1,7 @@
 """The rollout engine that runs the trainer's own decoder: exact, on a CPU."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,8 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import greedy, log_softmax, sample, uniform
 from fp8core.numerics.support import truncated
 from fp8core.resources.memory import EMULATED, Device, EngineMemory, Need, emulated_bytes, engine_weights
+from fp8core.rewards.scorer import Key
+from fp8core.rollout.drafts import FORWARDS, SAVED_FORWARDS, Drafts
 from fp8core.rollout.engine import (
     Completion,
     Finish,
@@ -30,57 +33,66 @@ from fp8core.rollout.engine import (
 )
 from fp8core.rollout.registry import EngineEntry
 
+_FORWARD_ROWS = 32
+"""Rows that cost as much as a forward without any: of `tiny` about 40, of larger models fewer."""
+
 
 class KvCache:
-    """K and V of a batch that is decoded together: left-padded prompts, one column a token (`models.decoder.Context`).
+    """K and V of sequences that are decoded together: a row for each, whose columns are positions.
 
-    `mask`: bool [B, 1, Tq, columns so far], for the call in progress.
+    A call extends each by tokens of its own number, from any position: what it writes again is replaced
+    (`models.decoder.Context`). `mask`: bool [B, 1, Tq, columns so far], for the call in progress.
     """
 
-    def __init__(self, valid: Tensor, capacity: int, num_layers: int) -> None:
-        """From the prompts' validity, bool [B, T], and room for `capacity` columns."""
-        batch, length = valid.shape
-        self._valid = torch.zeros(batch, capacity, dtype=torch.bool)
-        self._valid[:, :length] = valid
-        self._columns = 0
+    def __init__(self, rows: int, capacity: int, num_layers: int) -> None:
+        self._shape = rows, capacity
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
-        self.mask = torch.empty(0)
+        self._rows = self._places = self._columns = self.mask = torch.empty(0)
 
-    def begin(self, length: int) -> None:
-        """Open `length` further columns, and set the mask of their queries."""
-        start = self._columns
-        self._columns = self._columns + length
-        if start:
-            self._valid[:, start : self._columns] = True
-        columns = torch.arange(self._columns)
-        queries = columns[start:, None]
-        visible = (columns <= queries) & self._valid[:, None, : self._columns]
-        self.mask = (visible | (columns == queries))[:, None]
+    def begin(self, starts: Tensor, counts: Tensor) -> Tensor:
+        """Begin a call with so many tokens of each row from a position on, int64 [B] each; positions, [1, tokens]."""
+        self._rows = torch.arange(len(counts)).repeat_interleave(counts)
+        self._places = torch.arange(len(self._rows)) - (counts.cumsum(0) - counts)[self._rows]
+        self._columns = starts[self._rows] + self._places
+        queries = starts[:, None] + torch.arange(int(counts.max()))
+        self.mask = (torch.arange(int(self._columns.max()) + 1) <= queries[..., None])[:, None]
+        return self._columns[None]
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         keys = self._keys[layer]
         values = self._values[layer]
         if keys is None or values is None:
-            shape = (k.shape[0], k.shape[1], self._valid.shape[1], k.shape[3])
-            keys = k.new_empty(shape)
-            values = v.new_empty(shape)
+            (rows, capacity), (_, heads, _, dim) = self._shape, k.shape
+            # A product with a weight of zero must be zero.
+            keys, values = (x.new_zeros(rows, heads, capacity, dim) for x in (k, v))
             self._keys[layer], self._values[layer] = keys, values
-        start = self._columns - k.shape[2]
-        keys[:, :, start : self._columns] = k
-        values[:, :, start : self._columns] = v
-        return keys[:, :, : self._columns], values[:, :, : self._columns]
+        keys[self._rows, :, self._columns] = k[0].transpose(0, 1)
+        values[self._rows, :, self._columns] = v[0].transpose(0, 1)
+        columns = self.mask.shape[-1]
+        return keys[:, :, :columns], values[:, :, :columns]
+
+    def by_sequence(self, q: Tensor) -> Tensor:
+        by_row = q.new_zeros(len(self.mask), q.shape[1], self.mask.shape[2], q.shape[3])
+        by_row[self._rows, :, self._places] = q[0].transpose(0, 1)
+        return by_row
+
+    def by_token(self, out: Tensor) -> Tensor:
+        return out[self._rows, :, self._places].transpose(0, 1)[None]
 
     def select(self, rows: Tensor) -> None:
-        """Keep (or repeat) these rows of the batch: int64 [B']."""
-        self._valid = self._valid[rows]
+        """Keep (or repeat) these rows: int64 [B']."""
+        self._shape = len(rows), self._shape[1]
         self._keys = [None if keys is None else keys[rows] for keys in self._keys]
         self._values = [None if values is None else values[rows] for values in self._values]
 
 
 @dataclass
 class _Sequence:
-    """A completion in progress: `before` of the tokens of its context are its own, `last` is its longest length."""
+    """A completion in progress: `before` of the tokens of its context are its own, `last` is its longest length.
+
+    `draft`: tokens that the forward in progress takes for those that follow.
+    """
 
     group: int
     sample: int
@@ -92,12 +104,17 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
     finish: Finish | None = None
+    draft: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, group: PromptGroup, i: int, longest: int) -> "_Sequence":
         before = len(group.prefix_of(i))
         last = before + group.max_tokens_of(i, longest)
         return cls(group.group, group.samples[i], group.seeds[i], group.context(i), before, last)
+
+    @property
+    def key(self) -> Key:
+        return self.group, self.sample
 
     @property
     def room(self) -> int:
@@ -112,18 +129,26 @@ class _Sequence:
         experts = torch.cat(self.experts) if self.experts else None
         return Completion(self.group, self.sample, self.tokens, self.logprobs, self.finish, experts)
 
-    def note(self, token: int, logprob: float, sampling: Sampling) -> None:
-        if self.finish:
-            return
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if token in sampling.stop_ids or not self.room:
-            self.finish = finish_of(self.tokens, self.before, sampling)
+    def write(self, tokens: Sequence[int], logprobs: Sequence[float], sampling: Sampling) -> list[int]:
+        """The tokens that it takes, of those drawn after its last token and after each of its draft.
+
+        A token behind another one than the draft's was drawn from something else.
+        """
+        for count, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start=1):
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            if token in sampling.stop_ids or not self.room:
+                self.finish = finish_of(self.tokens, self.before, sampling)
+            if self.finish or [token] != self.draft[count - 1 : count]:
+                break
+        self.draft = []
+        return self.tokens[-count:]
 
 
 class EmbeddedEngine:
-    def __init__(self, arch: Architecture, formats: Formats, max_batch: int) -> None:
+    def __init__(self, arch: Architecture, formats: Formats, max_batch: int, drafts: Drafts | None = None) -> None:
         self._decoder = Decoder(arch, formats)
+        self._drafts = drafts
         self._max_batch = max_batch
         self._weights_in_use: dict[str, Tensor] = {}
         self._weights: PolicyWeights | None = None
@@ -164,7 +189,10 @@ class EmbeddedEngine:
     def open_session(self, sampling: Sampling) -> "EmbeddedSession":
         assert self._weights is not None, "update() comes before open_session()"
         assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
-        return EmbeddedSession(self, sampling, self._max_batch)
+        return EmbeddedSession(self, sampling, self._max_batch, self._drafts)
+
+    def draft_counts(self) -> Counter[str]:
+        return Counter() if self._drafts is None else self._drafts.counts.copy()
 
     @torch.no_grad()
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
@@ -178,21 +206,21 @@ class EmbeddedEngine:
         self, contexts: Sequence[Sequence[int]], room: int, record: RecordedRouting | None
     ) -> tuple[Tensor, KvCache]:
         """Hidden state of each context's last token, [contexts, hidden]."""
-        longest = max(map(len, contexts))
-        tokens = torch.zeros(len(contexts), longest, dtype=torch.int64)
-        valid = torch.zeros(len(contexts), longest, dtype=torch.bool)
-        for i, context in enumerate(contexts):
-            tokens[i, longest - len(context) :] = torch.tensor(context)
-            valid[i, longest - len(context) :] = True
-        cache = KvCache(valid, longest + room, self._decoder.arch.num_layers)
-        cache.begin(longest)
-        return self._hidden(tokens, (valid.cumsum(-1) - 1).clamp(min=0), cache, record), cache
+        lengths = torch.tensor([len(context) for context in contexts])
+        cache = KvCache(len(contexts), int(lengths.max()) + room, self._decoder.arch.num_layers)
+        positions = cache.begin(torch.zeros_like(lengths), lengths)
+        tokens = [token for context in contexts for token in context]
+        return self._hidden(tokens, positions, cache, record)[lengths.cumsum(0) - 1], cache
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, cache: KvCache, record: RecordedRouting | None) -> Tensor:
+    def _hidden(
+        self, tokens: Sequence[int], positions: Tensor, cache: KvCache, record: RecordedRouting | None
+    ) -> Tensor:
+        """[tokens, hidden]."""
         assert self._weights is not None, "update() comes before generate()"
         assert self._scales is not None, "update() comes before generate()"
+        row = torch.tensor([tokens])
         scales = self._scales.layers
-        return self._decoder.hidden(self._weights, tokens, positions, cache, scales, routing=record or TOP_K)[:, -1]
+        return self._decoder.hidden(self._weights, row, positions, cache, scales, routing=record or TOP_K)[0]
 
     def _draw(self, hidden: Tensor, seeds: Tensor, places: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """int64 and FP32 [B], from [B, hidden]."""
@@ -208,14 +236,20 @@ class EmbeddedEngine:
 class EmbeddedSession(Session):
     """Requests that are decoded together; those that come meanwhile wait. A token depends on its row alone."""
 
-    def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int) -> None:
+    def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int, drafts: Drafts | None) -> None:
         self._engine = engine
         self._sampling = sampling
         self._max_batch = max_batch
+        self._drafts = drafts
         self._waiting: list[_Sequence] = []
+        # Of these, finished ones have no tokens in a forward any more.
         self._rows: list[_Sequence] = []
         self._cache: KvCache | None = None
+        # Of the tokens of the last forward, those of a row beside one another.
         self._hidden = torch.empty(0)
+        self._chosen = torch.empty(0)
+        # Since rows were admitted: forwards, and tokens of the longest row, for each of which there would be one.
+        self._forwards = self._longest = 0
         self._record = RecordedRouting() if sampling.report_experts else None
 
     @property
@@ -234,31 +268,22 @@ class EmbeddedSession(Session):
         cache = self._cache
         if not rows or cache is None:
             return []
-        seeds = torch.tensor([row.seed for row in rows], dtype=torch.int64)
-        places = torch.tensor([row.before + len(row.tokens) for row in rows])
-        tokens, logprobs = self._engine._draw(self._hidden, seeds, places, self._sampling)
-        live_rows = [row for row in rows if not row.finish]
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            row.note(token, logprob, self._sampling)
-        completions = [row.completion() for row in live_rows if row.finish]
+        completions = [row.completion() for row in self._write() if row.finish]
         keep = [i for i, row in enumerate(rows) if not row.finish]
         if not keep:
+            self._count_forwards()
             self._rows = []
             self._cache = None
             return completions
-        # Dead rows cost as much as live ones; copying the cache costs about one decoding step.
+        # Dead rows cost attention; copying the cache costs about one decoding step.
         if len(keep) <= 0.75 * len(rows):
             cache.select(torch.tensor(keep))
-            tokens = tokens[keep]
             self._rows = [rows[i] for i in keep]
-        cache.begin(1)
-        positions = torch.tensor([[row.length - 1] for row in self._rows])
-        self._hidden = self._engine._hidden(tokens[:, None], positions, cache, self._record)
-        if self._record is not None:
-            self._note_experts(self._rows, self._record.recorded(len(self._rows)))
+        self._forward(cache)
         return completions
 
     def close(self) -> None:
+        self._end_drafts(row for row in self._rows if not row.finish)
         self._waiting = []
         self._rows = []
         self._cache = None
@@ -266,20 +291,77 @@ class EmbeddedSession(Session):
     def _admit(self) -> None:
         self._rows = self._waiting[: self._max_batch]
         self._waiting = self._waiting[self._max_batch :]
+        self._forwards = self._longest = 0
         contexts: dict[tuple[int, ...], int] = {}
         owners = torch.tensor([contexts.setdefault(row.context, len(contexts)) for row in self._rows])
         hidden, self._cache = self._engine._prefill([*contexts], max(row.room for row in self._rows), self._record)
         if self._record is not None:
-            self._note_experts(self._rows, self._record.recorded(len(contexts))[owners])
+            by_context = self._chosen_experts(self._record).split([len(context) for context in contexts])
+            for row, owner in zip(self._rows, owners.tolist(), strict=True):
+                row.experts.append(by_context[owner][:-1])
+            self._chosen = torch.stack([experts[-1] for experts in by_context])[owners]
         self._cache.select(owners)
         self._hidden = hidden[owners]
+        if self._drafts is not None:
+            for row in self._rows:
+                split = len(row.context) - row.before
+                self._drafts.begin(row.key, row.context[:split], row.context[split:])
+
+    def _write(self) -> list[_Sequence]:
+        """Draw a token after each one of the last forward, and let the rows in it write; returns these rows."""
+        live_rows = [row for row in self._rows if not row.finish]
+        counts = [1 + len(row.draft) for row in live_rows]
+        seeds = torch.tensor([row.seed for row in live_rows]).repeat_interleave(torch.tensor(counts))
+        places = [row.before + len(row.tokens) + i for row in live_rows for i in range(1 + len(row.draft))]
+        drawn, logprobs = self._engine._draw(self._hidden, seeds, torch.tensor(places), self._sampling)
+        parts = zip(drawn.split(counts), logprobs.split(counts), strict=True)
+        first = 0
+        for row, count, (row_tokens, row_logprobs) in zip(live_rows, counts, parts, strict=True):
+            tokens = row.write(row_tokens.tolist(), row_logprobs.tolist(), self._sampling)
+            if self._record is not None:
+                row.experts.append(self._chosen[first : first + len(tokens)])
+            first += count
+            self._longest = max(self._longest, len(row.tokens))
+            if self._drafts is not None:
+                self._drafts.observe(row.key, tokens)
+        self._end_drafts(row for row in live_rows if row.finish)
+        return live_rows
+
+    def _forward(self, cache: KvCache) -> None:
+        live_rows = [row for row in self._rows if not row.finish]
+        if self._drafts is not None:
+            drafts = self._drafts.propose({row.key: row.room for row in live_rows})
+            for row in live_rows:
+                row.draft = drafts.get(row.key, [])
+        # The last token of a row is in no cache yet.
+        tokens = [token for row in live_rows for token in (row.tokens[-1], *row.draft)]
+        starts = torch.tensor([row.length - 1 for row in self._rows])
+        counts = torch.tensor([0 if row.finish else 1 + len(row.draft) for row in self._rows])
+        self._hidden = self._engine._hidden(tokens, cache.begin(starts, counts), cache, self._record)
+        self._forwards += 1
+        if self._record is not None:
+            self._chosen = self._chosen_experts(self._record)
+
+    def _count_forwards(self) -> None:
+        if self._drafts is not None:
+            self._drafts.counts[FORWARDS] += self._forwards
+            # The first token follows from the prompt's own forward.
+            self._drafts.counts[SAVED_FORWARDS] += self._longest - 1 - self._forwards
+
+    def _end_drafts(self, rows: Iterable[_Sequence]) -> None:
+        if self._drafts is not None:
+            for row in rows:
+                self._drafts.end(row.key)
 
     @staticmethod
-    def _note_experts(rows: Sequence[_Sequence], chosen: Tensor) -> None:
-        """[B, T, sparse layers, k], which are padded on their left."""
-        for row, positions in zip(rows, chosen.to(torch.int16), strict=True):
-            if not row.finish:
-                row.experts.append(positions[-row.length :])
+    def _chosen_experts(record: RecordedRouting) -> Tensor:
+        """Of the tokens of the last forward, int16 [tokens, sparse layers, k]."""
+        return record.recorded(1)[0].to(torch.int16)
+
+
+def _drafts(config: RunConfig) -> Drafts | None:
+    speculation = config.rollout.speculation
+    return None if speculation.source == "none" else Drafts(speculation.max_tokens, _FORWARD_ROWS)
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
@@ -290,11 +372,12 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
 ENGINE = EngineEntry(
     name="embedded",
     build=lambda config, arch: EmbeddedEngine(
-        arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch
+        arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch, _drafts(config)
     ),
     requirements=lambda: "exact FP8 emulation on this CPU",
     memory=_memory,
     arithmetic=lambda config: "exact",
     continues=lambda config: "equal",
     truncates=True,
+    speculates=True,
 )

@@ -2,6 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -246,6 +247,18 @@ class StreamingEngine(RolloutEngine, Protocol):
 
     def open_session(self, sampling: Sampling) -> Session:
         """Nothing else may be asked of the engine meanwhile."""
+
+
+@runtime_checkable
+class SpeculatingEngine(RolloutEngine, Protocol):
+    """An engine that checks drafts (`rollout.drafts`)."""
+
+    def draft_counts(self) -> Counter[str]:
+        """`Drafts.counts`; empty without speculation."""
+
+
+def draft_counts(engine: RolloutEngine) -> Counter[str]:
+    return engine.draft_counts() if isinstance(engine, SpeculatingEngine) else Counter()
 
 
 def sample_seed(run_seed: int, step: int, group: int, sample: int) -> int:

@@ -55,6 +55,7 @@ class EngineEntry:
         products: those of DeepGEMM, whose kernels `fp8-grpo compile` builds.
         continues: after `PromptGroup.prefix_tokens`: `equal` with the tokens of one go, `anew` with others.
         truncates: whether it samples with `Sampling.truncation`.
+        speculates: whether it checks drafts (`rollout.speculation`).
         own_process: whether each training needs a new process, because its libraries read the environment once.
         stock: settings with which it runs its own model.
     """
@@ -75,6 +76,7 @@ class EngineEntry:
     continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
     sleeps: Callable[["RunConfig"], bool] = lambda config: False
     truncates: bool = False
+    speculates: bool = False
     own_process: bool = False
     stock: Mapping[str, str] = field(default_factory=dict)
 

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -76,6 +77,8 @@ class StepContext:
     workers: Workers = field(default_factory=Workers, repr=False)
     reply_seconds: dict[int, list[float]] = field(default_factory=dict, repr=False)
     """By step, what each reply of an environment took."""
+    draft_counts: dict[int, Counter[str]] = field(default_factory=dict, repr=False)
+    """By step, what came of drafts (`rollout.drafts`)."""
     build_reference: Callable[[], Trainer] = field(repr=False)
     """Load the policy that GRPO started from."""
     build_teacher: Callable[[], Trainer] = field(repr=False)
@@ -129,6 +132,7 @@ class RunContext(StepContext):
         # The lost processes had their memory. The step begins again, as after a kill.
         self.workers = Workers()
         self.reply_seconds.clear()
+        self.draft_counts.clear()
         self.halted.clear()
         self.cluster.replace()
         self.cluster.workers.check_shared_folder(self.directory.path)

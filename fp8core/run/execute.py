@@ -238,6 +238,7 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         paths={name: ref.uri for name, ref in outputs.items()},
         cluster={} if run.cluster is None else run.cluster.workers.places(),
         environment=_percentiles(run.reply_seconds.pop(index, [])),
+        drafts=run.draft_counts.pop(index, {}),
     )
     return StepManifest(record=record, observed=observations)
 

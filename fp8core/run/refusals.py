@@ -154,6 +154,12 @@ def check_engine(config: RunConfig, node: Node) -> None:
             "what was begun (`continues` of its entry), as each turn after the first does; set rollout.engine to "
             "embedded"
         )
+    speculation = config.rollout.speculation.source
+    if speculation != "none" and not engine_entry(config).speculates:
+        raise UserError(
+            f"rollout.speculation.source={speculation}: rollout.engine={config.rollout.engine} checks no drafts "
+            "(`speculates` of its entry); set it to none, or rollout.engine to embedded"
+        )
     trainer = trainer_of(config.training)
     try:
         refuse(trainer.check(config, node))

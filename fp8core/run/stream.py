@@ -22,7 +22,7 @@ from fp8core.environments.protocol import TurnRecord
 from fp8core.progress import tell_progress
 from fp8core.rewards.scorer import Key
 from fp8core.rl.batch import routes
-from fp8core.rollout.engine import Completion, PromptGroup, sample_seed
+from fp8core.rollout.engine import Completion, PromptGroup, draft_counts, sample_seed
 from fp8core.rollout.episodes import EpisodePlayer
 from fp8core.run.context import StepContext
 from fp8core.run.draws import Draws
@@ -299,6 +299,7 @@ class StreamWriter:
             if (key := (*places[group.group], sample)) in self._rows
         }
         pool = pool_of(run, self._recorded_turns)
+        counts_before = draft_counts(run.engine)
         batches = self._player.play(run.engine, groups, prompts, self._sampling, pool, prefixes)
         count = 0
         total = sum(len(group.samples) for group in missing)
@@ -309,6 +310,8 @@ class StreamWriter:
                 tell_progress(count, total)
                 yield self._next_parts(batch, by_number, places)
                 run.check_halted()
+        counts = draft_counts(run.engine) - counts_before
+        run.draft_counts.setdefault(self._index, Counter()).update(counts)
 
     def _next_parts(
         self, batch: Sequence[Completion], by_number: Mapping[int, PromptGroup], places: Sequence[GroupPlace]

@@ -77,6 +77,11 @@ class StepObservations(_Part):
         description="Answers of an environment to rollouts: their number, and seconds (p50, p95, max); empty: none, or "
         "another process had them.",
     )
+    drafts: dict[str, int] = Field(
+        default_factory=dict,
+        description="Counts of drafts in rollouts (`rollout.drafts`); empty: no speculation, or another process had "
+        "them.",
+    )
 
 
 class StepManifest(_Part):

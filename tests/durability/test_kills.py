@@ -36,6 +36,14 @@ def test_a_run_that_is_killed_at_ten_points_equals_one_that_was_not(new_training
     training.must_have_committed_once(whole)
 
 
+def test_a_run_with_drafts_that_is_killed_equals_one_without(new_training, whole, tmp_path):
+    training = new_training("run", runs=tmp_path, **{"rollout.speculation.source": "suffix"})
+    for point in ({"after": "1 group 1"}, {"after": "3 group 0"}):
+        assert training.live(**point).killed
+    assert training.live().finished
+    training.must_equal(whole)
+
+
 def other_settings(kind, checkpoint, folder):
     """Muon, or a checkpoint with two sources, one of which has a system prompt and a verifier of its own."""
     if kind == "muon":

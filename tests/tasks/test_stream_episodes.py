@@ -76,6 +76,14 @@ def test_kills_while_episodes_are_open_end_with_equal_records(ahead, tmp_path):
     assert type(ahead)(tmp_path / "killed").records == ahead.records
 
 
+def test_drafts_change_no_record(ahead, loop_run, settings, mode):
+    drafting = loop_run("drafting", **settings, **MODES[mode], **{"rollout.speculation.source": "suffix"})
+    assert drafting.records == ahead.records
+    manifests = [drafting.store.get_json(entry.manifest) for entry in drafting.ledger.steps().values()]
+    counts = [manifest["observed"]["drafts"] for manifest in manifests]
+    assert any(name.startswith("draft_tokens") for count in counts for name in count), counts
+
+
 def replayed(run, first, last=3):
     """The outcomes of the steps from `first` to `last`."""
     return [verdict.outcome for verdict in run.replayed(range(first, last + 1))]

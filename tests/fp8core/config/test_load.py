@@ -289,7 +289,13 @@ def test_origins_name_file_and_line_override_and_default(tmp_path: Path) -> None
 
 def test_the_digest_is_of_what_makes_the_numbers() -> None:
     plain = config_digest(load_config("tiny"))
-    for override in ("steps=7", "run=x", "runs=elsewhere", "tracking.experiment=x"):
+    for override in (
+        "steps=7",
+        "run=x",
+        "runs=elsewhere",
+        "tracking.experiment=x",
+        "rollout.speculation.source=suffix",
+    ):
         assert config_digest(load_config("tiny", [override])) == plain
     for override in ("seed=1", "loss.clip_low=0.1", "pipeline.steps.rollout.with.x=1", "threads=2"):
         assert config_digest(load_config("tiny", [override])) != plain
@@ -304,6 +310,7 @@ def test_the_digest_is_of_what_makes_the_numbers() -> None:
         (["steps=11", "seed=1", "warm_start=null"], ["seed: 0 -> 1"]),
         (["steps=10", "pipeline.mode=asynchronous"], ['pipeline.mode: "synchronous" -> "asynchronous"']),
         (["steps=10", "tracking.experiment=other", "checkpoint.every=3", "artifacts.keep={last: 2}"], []),
+        (["steps=10", "rollout.speculation={source: suffix, max_tokens: 4}"], []),
     ],
 )
 def test_a_run_continues_only_with_the_same_numbers_and_no_fewer_steps(

@@ -2,10 +2,11 @@
 
 import pytest
 
+from fp8core.config.capability import Node
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.run.build import build_base
-from fp8core.run.refusals import graph_on, pipeline_of
+from fp8core.run.refusals import check_engine, graph_on, pipeline_of
 
 
 def test_sides_that_differ_are_refused_without_a_correction():
@@ -49,3 +50,10 @@ def test_a_dense_model_has_no_experts_to_replay_or_balance():
         build_base(load_config("tiny", {"loss.router.z": 0.1}))
     sparse = build_base(load_config("tiny-moe", {"rollout.router_replay": True, "loss.router.z": 0.1}))
     assert sparse.arch.sparse_layers == (0, 1)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_drafts_for_an_engine_that_checks_none_are_refused(engine):
+    settings = {"rollout.engine": engine, "rollout.speculation.source": "suffix"}
+    with pytest.raises(UserError, match=rf"^rollout\.speculation\.source=suffix: rollout\.engine={engine} checks no"):
+        check_engine(load_config("tiny", settings), Node("sm_90", 1))
