@@ -111,8 +111,8 @@ class Acceptance:
 class _Sequence:
     """A sequence in flight.
 
-    `first`: where the tokens begin that are written now; `voted`: tokens that have voted; `guesses`: of the tokens that
-    follow, the first `draft_length` of which are in a draft.
+    `first`: where the tokens begin that are written now. `voted`: tokens that have voted. `guesses`: of the tokens that
+    follow; a draft has the first `draft_length`.
     """
 
     prompt: "_Prompt"
