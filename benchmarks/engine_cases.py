@@ -150,12 +150,13 @@ def start(
     max_batch: int,
     rows: list[Any],
     worker: str = WORKER,
+    draft_tokens: int = 0,
 ) -> Any:
     """An engine, and a row with the seconds until it was ready."""
     from fp8core.rollout.vllm.engine import VllmEngine
 
     began = time.perf_counter()
-    engine = VllmEngine(arch, agreed, settings, max_batch, build(), worker=worker)
+    engine = VllmEngine(arch, agreed, settings, max_batch, build(), worker=worker, draft_tokens=draft_tokens)
     rows.append({"kind": "start", "layers": arch.num_layers, "seconds": round(time.perf_counter() - began, 1)})
     return engine
 

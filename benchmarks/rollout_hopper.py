@@ -5,6 +5,7 @@
     python -m benchmarks.rollout_hopper --out FOLDER qwen3-8b/fp8_linear_kv/short qwen3-8b/fp8_linear_kv/aligned
     python -m benchmarks.rollout_hopper --out FOLDER qwen3-8b/bf16/prompts qwen3-8b/fp8_linear_kv/aligned/prompts
     python -m benchmarks.rollout_hopper --out FOLDER qwen3-30b-a3b/fp8_linear_kv/aligned qwen3-30b-a3b/bf16
+    python -m benchmarks.rollout_hopper --out FOLDER qwen3-8b/fp8_linear_kv/aligned/again{,/drafts}
 
 An engine is a model, a precision and its cells (ENGINES below). It is a process of its own and writes
 FOLDER/ENGINE.json after every cell, so that measurements are kept. Weights are random, prompts are all
@@ -69,13 +70,15 @@ HEADLINE = ((256, 512, 3072), (512, 512, 2048))
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch of requests; with a tail, `generated` is the longest and most end well before."""
+    """One batch of requests; with a tail, `generated` is the longest and most end well before. `again`: every repeat
+    has the same requests, so that drafts know all of it but the first time."""
 
     requests: int
     prompt: int
     generated: int
     repeats: int = 1
     tail: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Engine:
     rule: RecipeName = "fp32_activations"
     batched_tokens: int = 8192
     predicted: float | None = None
+    draft_tokens: int = 0
 
 
 def _headline(repeats: int) -> tuple[Cell, ...]:
@@ -105,6 +109,7 @@ _EVEN = Cell(256, 512, 512, 3)
 _PROMPTS = (Cell(256, 512, 1, 3), Cell(32, 4096, 1, 3))
 # Fewer tokens a step are fewer kernels to compile; prompts take a fiftieth of the time.
 _SPARSE: dict[str, Any] = {"cells": (Cell(256, 128, 1024),), "batched_tokens": 2048}
+_AGAIN = (Cell(256, 512, 1024, 2, again=True), Cell(32, 512, 1024, 2, again=True), Cell(256, 512, 3072, 2, True, True))
 _TAILED, _LONG = Cell(256, 512, 3072, tail=True), Cell(64, 1024, 8192)
 ENGINES = {
     "qwen3-8b/bf16/256": Engine("qwen3-8b", "bf16", _headline(3)[:1], traced=(256, 2048)),
@@ -126,6 +131,12 @@ ENGINES = {
     "qwen3-8b/fp8_linear_kv/aligned/headline": Engine(
         "qwen3-8b", "fp8_linear_kv", _headline(1), forward="aligned", traced=(256, 2048)
     ),
+    **{
+        f"qwen3-8b/fp8_linear_kv/aligned/again{name}": Engine(
+            "qwen3-8b", "fp8_linear_kv", _AGAIN, forward="aligned", draft_tokens=draft_tokens
+        )
+        for name, draft_tokens in (("", 0), ("/drafts", 8))
+    },
     # The default recipe beside powers of two for all, of the aligned model.
     **{
         f"qwen3-8b/fp8_linear_kv/aligned/{rule}": Engine(
@@ -190,7 +201,7 @@ def measure(engine_of: Engine, out: Path) -> None:
     largest = max(cell.requests for cell in engine_of.cells)
     cases.compile_products(arch, contract, max(settings.batched_tokens, largest))
     assert engine_of.traced is None or engine_of.traced[0] <= largest, "a trace of more requests than run at once"
-    engine = cases.start(arch, contract, settings, largest, rows, worker=WORKER)
+    engine = cases.start(arch, contract, settings, largest, rows, WORKER, engine_of.draft_tokens)
     try:
         policy = cases.random_policy(arch, contract, own_layers=1)
         # The first finds the places of all tensors.
@@ -229,9 +240,13 @@ def _timed(engine: Any, cell: Cell) -> Iterator[Row]:
     shape = (cell.requests, cell.prompt)
     stops = TAIL if cell.tail else frozenset[int]()
     cases.timed_rollout(engine, *shape, _SHORTEST, seed=0)
-    yield from cases.repeated(
-        lambda seed: cases.timed_rollout(engine, *shape, cell.generated, seed, stops), cell.repeats
-    )
+
+    def run(seed: int) -> Row:
+        before = engine.draft_counts()
+        row = cases.timed_rollout(engine, *shape, cell.generated, 0 if cell.again else seed, stops)
+        return {**row, "drafts": dict(engine.draft_counts() - before)}
+
+    yield from cases.repeated(run, cell.repeats)
 
 
 def decode_trace(engine: Any, requests: int, context: int) -> dict[str, Any]:

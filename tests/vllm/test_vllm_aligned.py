@@ -102,12 +102,12 @@ def test_weights_lie_as_in_vllms_own_model(vllm_cpu, tmp_path, arch):
     }
 
 
-@pytest.fixture
-def builder(vllm_cpu):
+def new_builder(draft_tokens):
     """From steps to queries and work, for at most 7 requests and four query heads a KV head."""
     from fp8core.rollout.vllm.aligned import AlignedBuilder
 
     config = SimpleNamespace(
+        num_speculative_tokens=draft_tokens,
         scheduler_config=SimpleNamespace(max_num_seqs=5),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=7),
         parallel_config=None,
@@ -116,6 +116,11 @@ def builder(vllm_cpu):
         ),
     )
     return AlignedBuilder(None, ["layer"], config, torch.device("cpu"))
+
+
+@pytest.fixture
+def builder(vllm_cpu):
+    return new_builder(0)
 
 
 def step(lengths, starts, *, known=None):
@@ -144,10 +149,9 @@ def test_a_decode_step_reads_what_stays_where_it_is(builder):
     assert [a.data_ptr() for a in queries] == [b.data_ptr() for b in again]
 
 
-@pytest.mark.parametrize(("lengths", "known"), [([9, 3, 1, 40], None), ([0, 0, 0, 0], [9, 3, 1, 40])])
-def test_a_step_with_prompts_has_work_for_them_and_queries_for_the_others(builder, lengths, known):
+def test_a_step_with_prompts_has_work_for_them_and_queries_for_the_others(builder):
     """Of four requests the second and the last have more than one new token, the last after a cached prefix."""
-    given = step(lengths, [0, 1, 4, 5, 15], known=known)
+    given = step([0, 0, 0, 0], [0, 1, 4, 5, 15], known=[9, 3, 1, 40])
     built = builder.build(0, given)
     assert built.decodes.starts is given.query_start_loc
     (batch,) = built.prompts
@@ -155,3 +159,28 @@ def test_a_step_with_prompts_has_work_for_them_and_queries_for_the_others(builde
     assert batch.pairs.tolist() == [[1, 0], [3, 0], [3, 32]]
     # First pair, first row, keys that the first token sees, tokens.
     assert batch.work.tolist() == [[1, 5, 31, 10], [0, 1, 1, 3]]
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(2, 5), (3, 7)])
+def test_rows_of_drafts_are_queries_whose_tensors_stay(vllm_cpu, requests, rows):
+    """Of two requests with a draft of one and of two, in a graph for as many rows or for two more."""
+    builder = new_builder(2)
+    given = step([9, 30, 0][:requests], [0, 2, 5, 5][: requests + 1], known=[10, 32, 0][:requests])
+    given.num_actual_tokens = rows
+    given.block_table_tensor = torch.arange(12, dtype=torch.int32).view(3, 4)
+    built, again = builder.build_for_cudagraph_capture(given), builder.build(0, given)
+    assert built.prompts == []
+    assert built.decodes.lengths.tolist() == [8, 9, 28, 29, 30, 0, 0][:rows]
+    assert built.decodes.starts.tolist() == [*range(rows + 1)]
+    assert built.decodes.block_table[:5, 0].tolist() == [0, 0, 4, 4, 4]
+    assert [a.data_ptr() for a in built.decodes] == [b.data_ptr() for b in again.decodes]
+
+
+def test_prompts_of_a_large_step_come_after_the_rows_of_drafts(vllm_cpu):
+    """What the host has for a request with a draft, it counts as if the draft before it had been accepted."""
+    built = new_builder(2).build(0, step([9, 30, 40], [0, 2, 5, 17], known=[11, 33, 40]))
+    assert built.decodes.lengths.tolist() == [8, 9, 28, 29, 30]
+    (batch,) = built.prompts
+    assert batch.work.tolist() == [[0, 5, 29, 12]]
+    assert batch.pairs.tolist() == [[2, 0], [2, 32]]
+    assert built.block_table.shape == (3, 4)

@@ -16,15 +16,19 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(ON_GPU, reason="the other tes
 GPU = EngineBuild("vllm", "0.26.0")
 
 
-@pytest.mark.parametrize(("points", "model", "captured"), [("kernels", "aligned", 2048), ("fused", "stock", 0)])
-def test_vllm_takes_the_settings_of_a_gpu(vllm_build, points, model, captured):
+@pytest.mark.parametrize(
+    ("points", "model", "captured", "drafts"),
+    [("kernels", "aligned", 2048, 0), ("kernels", "aligned", 0, 8), ("fused", "stock", 0, 0)],
+)
+def test_vllm_takes_the_settings_of_a_gpu(vllm_build, points, model, captured, drafts):
     from vllm import EngineArgs
     from vllm.envs import environment_variables
 
     contract = PrecisionContract(rounding_points=points)
     options = VllmConfig(model=model, graphs=True, captured_tokens=captured)
-    rest = {"folder": "unused", "max_batch": 8, "worker": "unused", "routes": True}
+    rest = {"folder": "unused", "max_batch": 8, "worker": "unused", "routes": True, "draft_tokens": drafts}
     taken = EngineArgs(**engine_arguments(Architecture(**SHAPE), contract, options, GPU, **rest))
+    assert (taken.create_diffusion_config() is None) == (drafts == 0)
     assert taken.attention_config.flash_attn_version == 3
     assert not any(getattr(taken.compilation_config.pass_config, name) for name in FUSIONS)
     names = required_environment(contract, options, GPU) | suggested_environment(1, GPU)

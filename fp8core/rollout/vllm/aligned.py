@@ -4,7 +4,7 @@ The modules are those of vLLM's own Llama, Qwen2, Qwen3 and Qwen3-MoE; the forwa
 
 Requests with one new token go through `kernels.decode_attention`, those with more through `kernels.sequence_attention`,
 which has the same bytes. A decode step is captured in a CUDA graph, so it reads only vLLM's own tensors and numbers in
-ascending order, which stay.
+ascending order, which stay. With drafts (`speculation`) each row is a query of the former, also those of short prompts.
 
 GPUs that share a layer (tensor parallelism) have rows of each linear, expert and of the head, and heads of their own.
 Each has the whole router. A sum is never cut: what the next product reads is put together from all of them, as codes or
@@ -13,8 +13,10 @@ rounded results. So one GPU and several have equal bytes.
 Importing this module gives vLLM the attention that belongs to these models.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -58,10 +60,11 @@ class AlignedBackend(DecodeBackend):
 
 @dataclass
 class StepQueries(AttentionMetadata):
-    """`decodes`: requests with one new token; `prompts`: those with more."""
+    """`decodes`: requests with one new token, or rows of drafts; `prompts`: those with more, by `block_table`."""
 
     decodes: Queries
     prompts: list[Batch]
+    block_table: Tensor
 
 
 class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
@@ -75,30 +78,51 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
         self._longest = model.max_model_len
         # Numbers are made in `build`: what is allocated here, vLLM's sleep takes away with the cache.
         self._largest = largest_decode_batch(vllm_config)
+        self._draft = vllm_config.num_speculative_tokens
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """With drafts each row is a query of its own, so a captured graph may have any requests in it."""
+        return AttentionCGSupport.ALWAYS if vllm_config.num_speculative_tokens else cls._cudagraph_support
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepQueries:
         """In a decode step, request i has token i; requests that pad a captured graph have length 0."""
         step = common_attn_metadata
+        if self._draft:
+            return self._build_rows(step)
         if step.max_query_len == 1:
             starts = _ascending(self.device, self._largest + 1)[: len(step.seq_lens) + 1]
-            return StepQueries(Queries(step.block_table_tensor, starts, step.seq_lens), [])
-        starts = step.query_start_loc_cpu.tolist()
-        # The host has the lengths, but with vLLM's first runner; a read from the device waits for the step before.
-        host_lengths = step.seq_lens_cpu_upper_bound
-        lengths = (step.seq_lens if host_lengths is None else host_lengths).tolist()
-        spans = [
-            Span(start, end - start if end - start > 1 else 0, keys)
-            for start, end, keys in zip(starts, starts[1:], lengths, strict=False)
-        ]
-        prompts = batches(spans, self._group, self._longest, self.device)
-        return StepQueries(Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens), prompts)
+            return _queries(step, starts, [])
+        return _queries(step, step.query_start_loc, self._prompts(_spans(step, 1)))
+
+    def _build_rows(self, step: Any) -> StepQueries:
+        """Rows as queries: the host has no more than an upper bound on the length of a request with a draft.
+
+        vLLM sorts requests by their rows, but for those with the longest draft, which come first. So those with more
+        rows than a draft are the last. They are prompts, of which the host has the length.
+        """
+        rows, prompts = step.num_actual_tokens, list[Batch]()
+        if rows > self._largest:
+            spans = _spans(step, 1 + self._draft)
+            rows = next((span.row for span in spans if span.tokens), rows)
+            prompts = self._prompts(spans)
+        columns = step.block_table_tensor.shape[1]
+        queries = _shared_rows(self.device, self._largest, columns)
+        if rows > self._largest:
+            queries = _rows(self.device, rows, columns)
+        table, starts, lengths = (each[: rows + i] for each, i in zip(queries, (0, 1, 0), strict=True))
+        fill_rows(step, starts[:-1], table, lengths)
+        return StepQueries(Queries(table, starts, lengths), prompts, step.block_table_tensor)
+
+    def _prompts(self, spans: Sequence[Span]) -> list[Batch]:
+        return batches(spans, self._group, self._longest, self.device)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepQueries:
         """A captured step with prompts has no attention in it: attention runs between the graphs."""
         step = common_attn_metadata
-        if step.max_query_len == 1:
+        if step.max_query_len == 1 or self._draft:
             return self.build(0, step)
-        return StepQueries(Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens), [])
+        return _queries(step, step.query_start_loc, [])
 
 
 class AlignedImpl(FlashAttentionImpl):
@@ -134,7 +158,7 @@ class AlignedImpl(FlashAttentionImpl):
             layout = keys.device, keys.shape, keys.stride()
             kernel = shared_sequence_attention(*layout, self.num_queries_per_kv, self._longest, self.products)
             split = (-1, self.num_heads, self.head_size)
-            table = attn_metadata.decodes.block_table
+            table = attn_metadata.block_table
             scales = (layer._q_scale, layer._k_scale, layer._v_scale)
             kernel(query.view(split), keys, values, table, attn_metadata.prompts, scales, output.view(split))
         return output
@@ -146,11 +170,42 @@ def _ascending(device: torch.device, count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
+def _rows(device: torch.device, count: int, columns: int) -> Queries:
+    numbers = torch.arange(count + 1, dtype=torch.int32, device=device)
+    return Queries(numbers.new_empty(count, columns), numbers, numbers.new_empty(count))
+
+
+_shared_rows = cache(_rows)
+"""They stay where they are, for captured graphs."""
+
+
+def fill_rows(step: Any, rows: Tensor, table: Tensor, lengths: Tensor) -> None:
+    """Write to `table` the block table's row of the request of each row, and to `lengths` the keys that it sees."""
+    ends = step.query_start_loc[1:]
+    owners = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)
+    torch.index_select(step.block_table_tensor, 0, owners, out=table)
+    # Rows that pad a captured graph are beyond all requests.
+    torch.mul(step.seq_lens[owners] - (ends[owners] - 1 - rows), rows < ends[-1], out=lengths)
+
+
+def _spans(step: Any, short: int) -> list[Span]:
+    """Of all requests, without the rows of those with up to `short` of them; a read from the device would wait."""
+    starts = step.query_start_loc_cpu.tolist()
+    keys = step.seq_lens_cpu_upper_bound.tolist()
+    sizes = [end - start for start, end in pairwise(starts)]
+    return [Span(start, size if size > short else 0, n) for start, size, n in zip(starts, sizes, keys, strict=False)]
+
+
+def _queries(step: Any, starts: Tensor, prompts: list[Batch]) -> StepQueries:
+    return StepQueries(Queries(step.block_table_tensor, starts, step.seq_lens), prompts, step.block_table_tensor)
+
+
 register_backend(AttentionBackendEnum.CUSTOM, "fp8core.rollout.vllm.aligned.AlignedBackend")
 
 
 class AlignedForward(AlignedDecoder):
     lm_head: Any
+    judge: Any = None
     temperature: float = 1.0
     truncation: Truncation | None = None
 
@@ -168,6 +223,13 @@ class AlignedForward(AlignedDecoder):
         heads = arch.num_heads // self._ranks
         kv_heads = arch.num_kv_heads // self._ranks
         self.prepare(config, HeadLayout(heads, kv_heads, arch.head_dim), self.lm_head.weight.device)
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """Of vLLM's second runner alone, so imported there."""
+        from fp8core.rollout.vllm.speculation import AlignedState
+
+        return AlignedState
 
     def forward(
         self,

@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -39,6 +40,7 @@ from fp8core.rollout.vllm.internals import (
 )
 from fp8core.rollout.vllm.settings import (
     ALIGNED_KERNEL,
+    OWN_TOKENS,
     WORKER,
     described_formats,
     engine_arguments,
@@ -69,8 +71,10 @@ class VllmEngine(ResidentEngine):
         build: EngineBuild,
         worker: str = WORKER,
         routes: bool = False,
+        draft_tokens: int = 0,
     ) -> None:
-        """`worker`: qualified name of a `PolicyWorker`. `routes`: whether experts can be reported.
+        """`worker`: qualified name of a `PolicyWorker`. `routes`: whether experts can be reported. `draft_tokens`: of
+        the longest draft; 0 for none.
 
         Raises UserError: the environment was not prepared, or vLLM's share of the GPU is not free.
         """
@@ -84,6 +88,7 @@ class VllmEngine(ResidentEngine):
         self._build = build
         self._options = options
         self._is_aligned = options.model == "aligned"
+        self._has_drafts = draft_tokens > 0
         # vLLM raises what is below its lowest temperature to that; the aligned model tempers its output itself.
         lowest = 0.0 if self._is_aligned else _LOWEST_TEMPERATURE
         super().__init__(arch, contract, lowest=lowest, sleeps=options.sleep, routes=routes)
@@ -95,7 +100,12 @@ class VllmEngine(ResidentEngine):
                 load_model_class(name)
             Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
             arguments = engine_arguments(
-                arch, contract, options, build, folder=folder, max_batch=max_batch, worker=worker, routes=routes
+                *(arch, contract, options, build),
+                folder=folder,
+                max_batch=max_batch,
+                worker=worker,
+                routes=routes,
+                draft_tokens=draft_tokens,
             )
             try:
                 self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
@@ -135,6 +145,9 @@ class VllmEngine(ResidentEngine):
 
     def ask_policies(self, method: str, *arguments: Any) -> list[Any]:
         return self._ask(self._llm.collective_rpc, "policy_answer", None, (method, *arguments))
+
+    def draft_counts(self) -> Counter[str]:
+        return Counter(self.ask_policy("draft_counts")) if self._has_drafts else Counter()
 
     def drop_prefixes(self) -> bool:
         return bool(self._ask(self._llm.reset_prefix_cache))
@@ -180,6 +193,7 @@ class VllmEngine(ResidentEngine):
                 logprobs=0 if target is None else 1,
                 logprob_token_ids=None if target is None else [target],
                 skip_reading_prefix_cache=not self.reads_prefixes,
+                extra_args={OWN_TOKENS: request.prefix_length} if self._has_drafts else None,
                 ignore_eos=True,
                 flat_logprobs=True,
                 detokenize=False,

@@ -73,6 +73,12 @@ class VllmPolicy(WorkerPolicy):
     def set_distribution(self, temperature: float, truncation: Mapping[str, Any] | None) -> None:
         self._model.temperature = temperature
         self._model.truncation = None if truncation is None else Truncation(**truncation)
+        if self._model.judge is not None:
+            self._model.judge.begin_session()
+
+    def draft_counts(self) -> dict[str, int]:
+        """Of an engine that was started with drafts (`speculation`)."""
+        return dict(self._model.judge.counts())
 
     def describe(self) -> dict[str, Any]:
         model = self._model

@@ -37,6 +37,9 @@ _KERNELS_BY_TYPE = {"bfloat16": None, "float8_e4m3fn": FP8_KERNELS}
 
 WORKER = "fp8core.rollout.vllm.worker.PolicyWorker"
 EXECUTOR = "fp8core.rollout.vllm.executor.ForkingExecutor"
+SCHEDULER = "fp8core.rollout.vllm.scheduler.DraftScheduler"
+OWN_TOKENS = "fp8_grpo_own_tokens"
+"""Of a request's `extra_args`: tokens at the end of its prompt that were written in earlier turns."""
 # The method of quantisation that vLLM's registry is given (`in_place`).
 IN_PLACE = "fp8_grpo_in_place"
 
@@ -115,8 +118,10 @@ def engine_arguments(
     max_batch: int,
     worker: str,
     routes: bool = False,
+    draft_tokens: int = 0,
 ) -> dict[str, Any]:
-    """`folder`: of a config.json (`model_config`). `worker`: qualified name of the class mixed into vLLM's worker."""
+    """`folder`: of a config.json (`model_config`). `worker`: qualified name of the class mixed into vLLM's worker.
+    `draft_tokens`: of the longest draft (`speculation`); 0 for none."""
     longest = options.max_model_len or arch.max_positions
     arguments: dict[str, Any] = {
         "model": folder,
@@ -146,8 +151,9 @@ def engine_arguments(
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if arch.experts is not None and routes:
         arguments["enable_return_routed_experts"] = True
+    arguments |= draft_arguments(draft_tokens)
     if build.on_gpu:
-        return arguments | _cuda_arguments(arch, contract, options, max_batch)
+        return arguments | _cuda_arguments(arch, contract, options, max_batch, draft_tokens)
     return arguments | {
         # vLLM takes back what a seeded request drew at the end of a part of its prompt, which CPU generators cannot do.
         "enable_chunked_prefill": False,
@@ -158,13 +164,24 @@ def engine_arguments(
     }
 
 
+def draft_arguments(draft_tokens: int) -> dict[str, Any]:
+    if not draft_tokens:
+        return {}
+    # vLLM schedules so many rows beside each request's own, also of a model that denoises nothing.
+    canvas = {"canvas_length": draft_tokens}
+    return {"diffusion_config": canvas, "scheduler_cls": SCHEDULER, "async_scheduling": True}
+
+
 def _cuda_arguments(
-    arch: Architecture, contract: PrecisionContract, options: VllmConfig, max_batch: int
+    arch: Architecture, contract: PrecisionContract, options: VllmConfig, max_batch: int, draft_tokens: int
 ) -> dict[str, Any]:
     kernels = _KERNELS if contract.rounding_points == "kernels" else ()
     custom_ops = ["+quant_fp8", *(f"+{name}" for name in kernels)]
     own: dict[str, Any] = {}
-    if captures_prompts(options):
+    if draft_tokens and options.graphs:
+        # A step of no more rows than a full batch is one graph, whatever they are: drafts or prompts.
+        own = {"mode": "NONE", "cudagraph_mode": "FULL", "cudagraph_capture_sizes": captured_sizes(0, max_batch)}
+    elif captures_prompts(options):
         # A decode step is one graph. A step with prompts has a graph between each two attentions.
         sizes = captured_sizes(options.captured_tokens or 0, max_batch)
         own = {"mode": "NONE", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}

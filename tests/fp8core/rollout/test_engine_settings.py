@@ -40,9 +40,9 @@ EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=T
 def arguments(architecture):
     """vLLM's arguments for a contract, a build and options."""
 
-    def found(contract=FP8, build=HOPPER, shape=(), routes=False, **options):
+    def found(contract=FP8, build=HOPPER, shape=(), routes=False, draft_tokens=0, **options):
         arch = architecture(**{**SHAPE, **dict(shape)})
-        given = {"folder": "folder", "max_batch": 64, "worker": "module.Worker"}
+        given = {"folder": "folder", "max_batch": 64, "worker": "module.Worker", "draft_tokens": draft_tokens}
         return engine_arguments(arch, contract, VllmConfig(**options), build, routes=routes, **given)
 
     return found
@@ -232,6 +232,22 @@ def test_nothing_of_the_aligned_model_is_compiled_and_steps_are_captured(argumen
     assert found["logprobs_mode"] == "processed_logits", "what leaves the model are log-probs"
     breaks = required_environment(KERNELS, VllmConfig(**options), HOPPER)["VLLM_USE_BREAKABLE_CUDAGRAPH"]
     assert breaks == str(int(captured == "FULL_AND_PIECEWISE")), "without it vLLM captures no step with prompts"
+
+
+def test_the_runner_that_draws_by_seed_and_position_is_asked_for():
+    """Left alone vLLM takes it for dense models alone."""
+    runners = [
+        required_environment(KERNELS, VllmConfig(model=model), HOPPER).get("VLLM_USE_V2_MODEL_RUNNER")
+        for model in ("aligned", "stock")
+    ]
+    assert runners == ["1", None]
+
+
+def test_steps_with_drafts_are_captured_whatever_rows_they_have(arguments):
+    found = arguments(KERNELS, draft_tokens=8, model="aligned")
+    compilation = found["compilation_config"]
+    assert (compilation["cudagraph_mode"], max(compilation["cudagraph_capture_sizes"])) == ("FULL", 64)
+    assert found["diffusion_config"] == {"canvas_length": 8}
 
 
 @pytest.mark.parametrize(
