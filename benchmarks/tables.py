@@ -25,6 +25,10 @@ _TRAINING = {
     "fp8_block": PRECISIONS["fp8_linear"],
     "fp8_block_kv": PRECISIONS["fp8_linear_kv"],
 }
+_PARTS_OF_EXPERTS = (
+    *("router", "choose_experts", "expert_rows", "row_codes", "gathered_codes", "gate_up", "swiglu_row_codes"),
+    *("down", "mixed", "all"),
+)
 # Parts of a step that are tables of their own, in seconds; `artifacts` are its files.
 _STEP = ("rollout", "ahead", "logprobs", "train", "sync", "evaluate", "artifacts", "orchestration", WALL)
 
@@ -124,6 +128,14 @@ def width_table(rows: Sequence[Row]) -> str:
         ratio = f"{ms['bf16'] / ms['fp8_block']:.2f}x"
         lines.append([words, f"{ms['bf16']:,.0f}", f"{ms['fp8_block']:,.0f}", ratio])
     return table(["a step of 65,536 tokens", "BF16, ms", "FP8 linears, ms", "ratio"], lines)
+
+
+def expert_table(rows: Sequence[Row]) -> str:
+    """Microseconds of the parts of a sparse layer's second half, by tokens, and of reading its weights."""
+    layers = {row["tokens"]: row for row in _of(rows, "experts_layer")}
+    lines = [[part, *(f"{row['microseconds'][part]:.0f}" for row in layers.values())] for part in _PARTS_OF_EXPERTS]
+    lines.append(["weights at 4.8 TB/s", *(f"{row['weight_microseconds']['all']:.0f}" for row in layers.values())])
+    return table(["microseconds", *(f"{tokens:,} tokens" for tokens in layers)], lines)
 
 
 # Kernels
@@ -275,6 +287,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "rollout": _rollout_tables,
     "episodes": lambda: [_table_of("episodes_hopper", "episode_table")],
     "training": lambda: [speed_table(stored("training_hopper")), width_table(stored("training_widths_hopper"))],
+    "experts": lambda: [expert_table(stored("experts_hopper"))],
     "kernels": _kernel_tables,
     "loop": lambda: [*loop_tables(stored("large_ledger")), alignment_table(_of(stored("small_hopper"), "alignment"))],
     "load": lambda: [_table_of("grpo_8gpu", "step_table")],

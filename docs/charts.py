@@ -83,7 +83,9 @@ def measured() -> dict[str, Any]:
     steps = {case: row["seconds"]["wall"] for case, row in _large().items()}
     once = {variant: row for (variant, source), row in _large().items() if source == "training"}
     faults = stored("faults_hopper")
+    (experts,) = (row for row in stored("experts_hopper") if row["kind"] == "experts_exactness")
     return {
+        "experts": experts,
         "tiny": {"runs": len(tiny), "steps": tiny[0]["steps"], "error": max(run["tmpe_max"] for run in tiny)},
         "tiny_differing": sum(run["tokens_differing"] for run in tiny),
         "small": small,

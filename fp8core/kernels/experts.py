@@ -280,7 +280,7 @@ def _weight_gradient_kernel(
     expert = tl.program_id(1)
     every = tl.arange(0, padded)
     each = tl.load(sizes + every, mask=every < tl.num_programs(1), other=0)
-    # A product with `tile` tells the compiler that rows are aligned: without it, loads are single bytes.
+    # From a product with `tile` the compiler derives that rows are aligned. Else it loads single bytes.
     start = tl.sum(tl.where(every < expert, each, 0), 0) // tile * tile
     size = tl.sum(tl.where(every == expert, each, 0), 0) // tile * tile
     if size == 0:
