@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, finite_check, round_up
+from fp8core.numerics.grouped import ExpertRows
 from fp8core.numerics.recipe import AMAX_FLOOR, E4M3_MAX, GRADIENT_FLOOR, TILE, Grouping
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -312,18 +313,30 @@ def _load(x: tl.tensor, row: tl.tensor, column: tl.tensor, rows: tl.tensor, colu
 
 
 @triton.jit
+def _load_token(
+    x: tl.tensor, row: tl.tensor, column: tl.tensor, rows: tl.tensor, columns: tl.tensor, slots: tl.tensor,
+    none: tl.tensor, k: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Rows of x, or with `slots` those of the tokens that have them; zeros where there is none."""
+    if slots is not None:
+        slot = tl.load(slots + row, mask=row < rows, other=none)
+        row = tl.where(slot < none, slot // k, rows).to(tl.int64)
+    return _load(x, row, column, rows, columns)
+
+
+@triton.jit(do_not_specialize=["none"])
 def _rows_and_columns_kernel(
     x: tl.tensor, row_codes: tl.tensor, row_scales: tl.tensor, column_words: tl.tensor, column_scales: tl.tensor,
     not_finite: tl.tensor, rows: tl.tensor, columns: tl.tensor, row_scale_pitch: tl.tensor,
-    column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor, spans: tl.tensor, floor: tl.constexpr,
-    pow2: tl.constexpr, columns_pow2: tl.constexpr, tile: tl.constexpr,
+    column_word_pitch: tl.tensor, column_scale_pitch: tl.tensor, spans: tl.tensor, slots: tl.tensor, none: tl.tensor,
+    k: tl.constexpr, floor: tl.constexpr, pow2: tl.constexpr, columns_pow2: tl.constexpr, tile: tl.constexpr,
 ) -> None:  # fmt: skip
     across, down = tl.program_id(0), tl.program_id(1)
     column, row = quarters_of_tile(across, down, tile)
-    a = _load(x, row, column, rows, columns)
-    b = _load(x, row + 1, column, rows, columns)
-    c = _load(x, row + 2, column, rows, columns)
-    d = _load(x, row + 3, column, rows, columns)
+    a = _load_token(x, row, column, rows, columns, slots, none, k)
+    b = _load_token(x, row + 1, column, rows, columns, slots, none, k)
+    c = _load_token(x, row + 2, column, rows, columns, slots, none, k)
+    d = _load_token(x, row + 3, column, rows, columns, slots, none, k)
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
         row_scale_pitch, column_word_pitch, column_scale_pitch, spans, floor, pow2, columns_pow2, tile,
@@ -345,11 +358,26 @@ def row_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> 
 def row_and_column_codes(
     x: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None, spans: Tensor | None = None
 ) -> tuple[Codes, Codes]:
+    return _row_and_column_codes(x, len(x), (spans, None, 0, 1), (rows, columns), flag)
+
+
+def gathered_row_and_column_codes(
+    x: Tensor, by_expert: ExpertRows, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
+) -> tuple[Codes, Codes]:
+    places = by_expert.spans, by_expert.slots, by_expert.places.numel(), by_expert.k
+    return _row_and_column_codes(x, len(by_expert.slots), places, (rows, columns), flag)
+
+
+def _row_and_column_codes(
+    x: Tensor, count: int, places: tuple[Any, ...], groupings: tuple[Grouping, Grouping], flag: FiniteFlag | None
+) -> tuple[Codes, Codes]:
+    """Of so many rows; `places`: the kernel's `spans`, `slots`, `none` and `k`."""
     x = _checked(x)
-    out = TileCodes.empty(x.shape[0], x.shape[1], x.device)
+    out = TileCodes.empty(count, x.shape[1], x.device)
+    spans, *tokens = places
     with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
         _rows_and_columns_kernel[out.tiles](
-            x, *out.arguments(not_finite, spans), *rows_and_columns(rows, columns), TILE, num_warps=8,
+            x, *out.arguments(not_finite, spans), *tokens, *rows_and_columns(*groupings), TILE, num_warps=8,
             maxnreg=_REGISTERS,
         )  # fmt: skip
     return out.result()

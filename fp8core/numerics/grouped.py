@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import Codes, column_parts
+from fp8core.numerics.e4m3 import Codes, FiniteFlag, column_parts, row_and_column_codes
 from fp8core.numerics.gemm import bf16_gemm, forward_gemm, fp32_product, weight_gradient_gemm
 from fp8core.numerics.logprobs import log_softmax
-from fp8core.numerics.recipe import TILE
+from fp8core.numerics.recipe import TILE, Grouping
 
 GROUP_MULTIPLE = TILE
 FEWEST = 64
@@ -139,6 +139,14 @@ def expert_rows(experts: Tensor, count: int, multiple: int) -> ExpertRows:
 def gathered(x: Tensor, rows: ExpertRows) -> Tensor:
     """[rows, hidden] of [tokens, hidden], differentiable; zeros where there is no token."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])])[rows.tokens]
+
+
+@with_kernel("quantise")
+def gathered_row_and_column_codes(
+    x: Tensor, by_expert: ExpertRows, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
+) -> tuple[Codes, Codes]:
+    """`row_and_column_codes` of `gathered` rows, column codes by expert. A kernel reads the tokens where they are."""
+    return row_and_column_codes(gathered(x, by_expert), rows, columns, flag, by_expert.spans)
 
 
 @with_kernel("experts")

@@ -95,6 +95,7 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "mixed", (by_row, rows, gates)
     yield "mix_backward", (x, by_row, rows, gates)
     yield "token_sums", (by_row, rows)
+    yield "gathered_row_and_column_codes", (x, rows, *groups)
     columns = row_and_column_codes(by_row, *groups, None, rows.spans)[1]
     columns = columns[0], columns[1].t().contiguous().t()
     yield "grouped_weight_gradient", (columns, columns, rows, torch.zeros(count, 256, 256))

@@ -17,6 +17,7 @@ from fp8core.numerics.grouped import (
     expert_rows,
     gathered,
     gathered_codes,
+    gathered_row_and_column_codes,
     grouped_weight_gradient,
     mix_backward,
     mixed,
@@ -100,6 +101,10 @@ def test_rows_and_their_codes_are_gathered(device, run, route) -> None:
     x = random(route[0], 200)
     own = on(device, rows)
     assert torch.equal(run(gathered, x.to(device), own).cpu(), gathered(x, rows))
+    expected = run(row_and_column_codes, gathered(x, rows).to(device), *GROUPS, None, own.spans)
+    for found, side in zip(run(gathered_row_and_column_codes, x.to(device), own, *GROUPS), expected, strict=True):
+        for each, reference in zip(found, side, strict=True):
+            assert torch.equal(each.contiguous().view(torch.uint8), reference.contiguous().view(torch.uint8))
     inner = random(len(rows.slots), 256)
     filled = rows.slots < rows.places.numel()
     # What lies in rows without a token is nobody's.

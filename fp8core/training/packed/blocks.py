@@ -157,7 +157,7 @@ class Fp8Blocks:
         return fused.swiglu_row_codes(inner, *self._rows, rows)
 
     def kept_expert_operand(self, x: Tensor, rows: ExpertRows) -> tuple[Operand, Operand]:
-        return e4m3.row_and_column_codes(grouped.gathered(x, rows), *self._rows_and_columns, rows.spans)
+        return grouped.gathered_row_and_column_codes(x, rows, *self._rows_and_columns)
 
     def kept_expert_activated(self, inner: Tensor, rows: ExpertRows) -> tuple[Operand, Operand]:
         return fused.swiglu_codes(inner, *self._rows_and_columns, rows.spans)
