@@ -26,8 +26,8 @@ def test_completions_do_not_depend_on_drafts(vllm_build, tmp_path):
             assert (tokens, reason) == (expected[name][0], expected[name][2]), name
             torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(expected[name][1]), rtol=0, atol=1e-5)
     counts = with_drafts["counts"]
-    # The same once more: what was written before foretells all of it.
-    assert counts["accepted_tokens_group"] > 0.9 * counts["draft_tokens_group"] > 0
+    # The same once more: what was written before foretells all of it, and goes on where a completion ends.
+    assert counts["accepted_tokens_group"] > 0.8 * counts["draft_tokens_group"] > 0
     (_, first), (_, again) = with_drafts["found"]
     assert again < 0.7 * first
 

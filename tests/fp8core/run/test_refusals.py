@@ -5,6 +5,7 @@ import pytest
 from fp8core.config.capability import Node
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
+from fp8core.rollout.registry import engine_entry
 from fp8core.run.build import build_base
 from fp8core.run.refusals import check_engine, graph_on, pipeline_of
 
@@ -52,8 +53,25 @@ def test_a_dense_model_has_no_experts_to_replay_or_balance():
     assert sparse.arch.sparse_layers == (0, 1)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_drafts_for_an_engine_that_checks_none_are_refused(engine):
-    settings = {"rollout.engine": engine, "rollout.speculation.source": "suffix"}
-    with pytest.raises(UserError, match=rf"^rollout\.speculation\.source=suffix: rollout\.engine={engine} checks no"):
+def test_drafts_for_an_engine_that_checks_none_are_refused():
+    settings = {"rollout.engine": "sglang", "rollout.speculation.source": "suffix"}
+    with pytest.raises(UserError, match=r"^rollout\.speculation\.source=suffix: rollout\.engine=sglang checks no"):
         check_engine(load_config("tiny", settings), Node("sm_90", 1))
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaints"),
+    [
+        ("model=stock", ["vLLM's own model writes other tokens with drafts"]),
+        ("tensor_parallel=2", ["GPUs that share an engine find different drafts"]),
+        ("captured_tokens=512", ["every step of up to rollout.max_batch rows is captured"]),
+        ("captured_tokens=0", []),
+    ],
+)
+def test_drafts_are_for_the_aligned_model_of_vllm_on_one_gpu(setting, complaints):
+    settings = ["model=Qwen/Qwen3-8B-Base", "rollout.speculation.source=suffix", f"rollout.vllm.{setting}"]
+    config = load_config("qwen3-aligned", settings)
+    found = [*engine_entry(config).check(config, Node("sm_90", 2, packages={"vllm": "0.26.0"}))]
+    about = [each for each in found if each.startswith("rollout.speculation.source=suffix: ")]
+    assert len(about) == len(complaints)
+    assert all(complaint in each for complaint, each in zip(complaints, about, strict=True))

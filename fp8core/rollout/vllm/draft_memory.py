@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.packed import copy_to
+from fp8core.rollout.drafts import ACCEPTED_TOKENS, DRAFT_TOKENS, GROUP, PROMPT, SAVED_FORWARDS, SOURCES
 
-SOURCES = ("prompt", "group", "earlier")
 _NONE = len(SOURCES)
 _CONTEXTS = (8, 4, 2)
 _LONGEST = _CONTEXTS[0]
@@ -52,6 +52,7 @@ class DraftMemory:
         self._texts = torch.zeros(slots, 2, dtype=torch.int64, device=device)
         self._sources = torch.full((slots,), _NONE, device=device)
         self._counts = torch.zeros(_NONE + 1, 2, dtype=torch.int64, device=device)
+        self._saved = torch.zeros((), dtype=torch.float64, device=device)
         self._back = torch.arange(1 - _LONGEST, 1, device=device)
         lengths = torch.tensor(_CONTEXTS, device=device)
         self._beyond = self._back <= -lengths[:, None]
@@ -80,8 +81,9 @@ class DraftMemory:
         self._remember(starts + offsets, prompts, offsets > 0, offsets < prompt_lengths[owner])
 
     def judged(self, slots: Tensor, drafted: Tensor, accepted: Tensor) -> None:
-        """Count what became of the last drafts: tokens of each, int [n]."""
+        """Count what became of the last drafts: tokens of each, int [n], of a forward."""
         self._counts.index_add_(0, self._sources[slots], torch.stack([drafted, accepted], 1).long())
+        self._saved += accepted.double().mean()
 
     def extend(self, slots: Tensor, firsts: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
         """Add the first `counts` of `tokens` [n, width] to texts, as their tokens from number `firsts` on.
@@ -101,15 +103,18 @@ class DraftMemory:
         best = is_equal.int().argmax(1, keepdim=True)
         found = found.gather(1, best)
         place = found >> 1
-        source = torch.where((found & 1).bool(), 0, 1 + (place < self._session).long())
+        source = torch.where((found & 1).bool(), PROMPT, GROUP + (place < self._session).long())
         self._sources[slots] = torch.where(is_equal.gather(1, best), source, _NONE)[:, 0]
         return self._tokens[(place + torch.arange(self._draft, device=place.device)) % self._size].long()
 
     def counts(self) -> Counter[str]:
-        """Tokens of drafts, and those accepted, by source."""
-        drafted, accepted = self._counts[:_NONE].t().tolist()
-        named = Counter({f"draft_tokens_{source}": n for source, n in zip(SOURCES, drafted, strict=True)})
-        return named + Counter({f"accepted_tokens_{source}": n for source, n in zip(SOURCES, accepted, strict=True)})
+        """By the names of `rollout.drafts`; a forward is saved where all of its requests write one token more."""
+        counts = Counter({SAVED_FORWARDS: round(self._saved.item())})
+        for source, tokens in zip(SOURCES, self._counts.tolist(), strict=False):
+            counts += Counter(
+                {name + source: n for name, n in zip((DRAFT_TOKENS, ACCEPTED_TOKENS), tokens, strict=True)}
+            )
+        return counts
 
     def _context(self, places: Tensor) -> Tensor:
         """int32 [..., 8]: the tokens before each place."""

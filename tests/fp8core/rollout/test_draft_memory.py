@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from fp8core.rollout.vllm.drafts import DraftMemory, Text
+from fp8core.rollout.vllm.draft_memory import DraftMemory, Text
 
 DRAFT, WIDTH = 5, 3
 
@@ -59,10 +59,10 @@ def test_sources_are_counted():
 
     memory.begin([Text(0, prompt, 0, 20)])
     write(6, 9)
-    assert memory.counts() == {}
+    assert memory.counts() == {"saved_forwards": 1}
     write(7, 2)
     assert write(8, 3) == [4, 5]
-    assert memory.counts() == {"draft_tokens_prompt": 2, "accepted_tokens_prompt": 1}
+    assert memory.counts() == {"draft_tokens_prompt": 2, "accepted_tokens_prompt": 1, "saved_forwards": 3}
     memory.begin([Text(0, prompt, 0, 20)])
     # After 5, 6, 9 the first request wrote 2 and 3.
     assert write(6, 9) == [2, 3]
