@@ -90,13 +90,13 @@ class Votes:
 
 
 class Acceptance:
-    """The share of guesses that came true, by kind; a half where nothing is known."""
+    """The share of guesses that came true, by kind; three of four where nothing is known, so that they are tried."""
 
     def __init__(self) -> None:
         kinds = len(CONTEXTS) * len(_LEVELS) * len(SOURCES)
         self._outcomes = [0] * kinds
         self._hits = [0] * kinds
-        self.shares = [0.5] * kinds
+        self.shares = [0.75] * kinds
 
     def note(self, kind: int, is_hit: bool) -> None:
         self._outcomes[kind] += 1
@@ -104,7 +104,7 @@ class Acceptance:
         if self._outcomes[kind] > _OUTCOMES:
             self._outcomes[kind] //= 2
             self._hits[kind] //= 2
-        self.shares[kind] = (self._hits[kind] + 1) / (self._outcomes[kind] + 2)
+        self.shares[kind] = (self._hits[kind] + 3) / (self._outcomes[kind] + 4)
 
 
 @dataclass
