@@ -47,9 +47,18 @@ def test_a_draft_counts_as_far_as_it_is_what_was_drawn(vllm_build, whole):
     assert written == [[11, 12, 13], [21][:whole], [31, 32]]
 
 
-def test_no_step_has_more_rows_than_a_full_batch(vllm_build):
-    from fp8core.rollout.vllm.scheduler import draft_lengths
+@pytest.mark.parametrize("accepted", [0, DRAFT_TOKENS])
+def test_drafts_are_as_long_as_they_pay_and_a_step_has_no_more_rows_than_a_full_batch(vllm_build, accepted):
+    from fp8core.rollout.vllm.scheduler import DraftLengths
 
-    lengths = draft_lengths(LARGEST_BATCH, DRAFT_TOKENS)
-    assert all(requests * (1 + draft) <= LARGEST_BATCH for requests, draft in enumerate(lengths))
-    assert (lengths[1], lengths[6], lengths[LARGEST_BATCH]) == (DRAFT_TOKENS, 3, 0)
+    lengths = DraftLengths(LARGEST_BATCH, DRAFT_TOKENS)
+    assert lengths[1] > 0, "nothing is known"
+    for _ in range(200):
+        lengths.note(DRAFT_TOKENS, accepted)
+    found = [lengths[requests] for requests in range(LARGEST_BATCH + 1)]
+    assert all(requests * (1 + draft) <= LARGEST_BATCH for requests, draft in enumerate(found))
+    # A row of one request costs next to nothing.
+    assert found[1] == (DRAFT_TOKENS if accepted else 1)
+    assert (found[6], found[LARGEST_BATCH]) == (3 if accepted else 0, 0)
+    # What does not pay is tried again.
+    assert sum(lengths[6] for _ in range(320)) >= (960 if accepted else 10)
