@@ -63,7 +63,8 @@ def test_each_row_has_its_source_and_the_reward_of_its_verifier(mixed):
             if reward["source"] == "easy":
                 assert reward["reward"] in (0.0, 1.0)
             else:
-                assert reward["reward"] >= 2.0 or reward["outcome"] == "wrong"
+                # An episode that ends in a call has no answer to verify.
+                assert reward["reward"] >= 2.0 or reward["outcome"] in ("wrong", "unparsed")
             by_source[reward["source"]].append((reward["reward"], sum(rollout["written"])))
         metrics = stored_metrics(mixed.ledger, mixed.store, index)
         for name, values in by_source.items():
