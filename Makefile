@@ -35,7 +35,7 @@ real: .venv/with-gguf  ## train a pretrained checkpoint, SmolLM2-135M-Instruct, 
 	$(BIN)/python -m benchmarks.real_checkpoint build/real
 	$(BIN)/fp8-grpo run real
 
-test: env  ## the first tier: every promise once, in about eight minutes on two cores
+test: env  ## the first tier: every promise once, in about twelve minutes on two cores
 	$(PYTEST) $(SPREAD) -m "not gpu and not slow and not alone"
 
 test-all: test test-slow test-vllm  ## every test that needs no GPU
