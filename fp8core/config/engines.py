@@ -15,6 +15,11 @@ class SpeculationConfig(Section):
     )
     max_tokens: int = Field(8, ge=1, le=64, description="Longest draft, in tokens; each is as long as pays.")
 
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens of the longest draft; 0 where there are none."""
+        return 0 if self.source == "none" else self.max_tokens
+
 
 class VllmConfig(Section):
     """Settings of vLLM; `rollout.max_batch` is its max_num_seqs."""

@@ -360,8 +360,8 @@ class EmbeddedSession(Session):
 
 
 def _drafts(config: RunConfig) -> Drafts | None:
-    speculation = config.rollout.speculation
-    return None if speculation.source == "none" else Drafts(speculation.max_tokens, _FORWARD_ROWS)
+    longest = config.rollout.speculation.draft_tokens
+    return Drafts(longest, _FORWARD_ROWS) if longest else None
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:

@@ -161,7 +161,7 @@ def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
     return VllmEngine(
         *(arch, config.precision, _options(config), rollout.max_batch, build),
         routes=rollout.router_replay,
-        draft_tokens=rollout.speculation.max_tokens if rollout.speculation.source != "none" else 0,
+        draft_tokens=rollout.speculation.draft_tokens,
     )
 
 
@@ -174,7 +174,7 @@ def _options(config: RunConfig) -> VllmConfig:
     if options.captured_tokens is not None:
         return options
     enter = config.environment is not None or config.pipeline.mode == "asynchronous"
-    enter = enter and config.rollout.speculation.source == "none"
+    enter = enter and not config.rollout.speculation.draft_tokens
     return options.model_copy(update={"captured_tokens": CAPTURED_TOKENS if enter else 0})
 
 
